@@ -1,0 +1,45 @@
+"""H2O: heavy hitters by accumulated attention, beside the latest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvwinnow.policies.base import LayerView, Phase, Rolling
+from kvwinnow.statistics import MASS, Statistics
+
+
+@dataclass(frozen=True)
+class H2O(Rolling):
+    """Keeps the tokens that received the most attention so far, and the ``recent`` latest ones.
+
+    The score of a token is the sum of its softmax weight over all queries that came at or after it, in the prompt
+    and at every decode step, in float32, mean over the query heads that share its KV head.
+
+    Attributes:
+        budget: sinks, heavy hitters and recent tokens together, see ``Budgeted``.
+        evict_every: decoding runs this many tokens over the budget before it is cut back; 1 is the paper's.
+        sinks: tokens at the start of each row that are never evicted; the paper protects none.
+        recent: latest tokens never evicted; None: half of what the sinks leave, as in the paper.
+    """
+
+    name: ClassVar[str] = "h2o"
+    paper: ClassVar[str] = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048, section 4"
+    url: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
+
+    sinks: int = 0
+    recent: int | None = None
+
+    def statistics(self, phase: Phase) -> Statistics:
+        return MASS
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        return self.sinks, max(0, budget - self.sinks) // 2 if self.recent is None else self.recent
+
+    def minimum(self) -> int:
+        return max(1, self.sinks + (self.recent or 0))
+
+    def score(self, view: LayerView) -> Tensor:
+        return view.measured()

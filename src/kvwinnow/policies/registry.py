@@ -1,0 +1,35 @@
+"""The list of policies, and their text form: ``snapkv:budget=1024,window=32``."""
+
+from __future__ import annotations
+
+from kvwinnow.errors import PolicyError
+from kvwinnow.policies.base import Policy
+from kvwinnow.policies.full import Full
+from kvwinnow.policies.h2o import H2O
+from kvwinnow.policies.hybrid import Hybrid
+from kvwinnow.policies.sliding_window import SlidingWindow
+from kvwinnow.policies.snapkv import SnapKV
+from kvwinnow.policies.streaming_llm import StreamingLLM
+from kvwinnow.textform import parse_spec
+
+# A new policy is one file beside this one and one entry here.
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        Full,
+        SlidingWindow,
+        StreamingLLM,
+        H2O,
+        Hybrid,
+        SnapKV,
+    )
+}
+
+
+def parse(text: str) -> Policy:
+    """Read a policy from its text form, ``name`` or ``name:parameter=value,...``.
+
+    Raises:
+        PolicyError: an unknown name or parameter, or a value that the policy refuses.
+    """
+    return parse_spec(text, POLICIES, kind="policy", error=PolicyError)
