@@ -1,0 +1,24 @@
+"""HOW a kept key or value is stored: pure functions of tensors, one file per number format."""
+
+from kvwinnow.codecs.base import Codec, Part
+from kvwinnow.codecs.int4 import Int4
+from kvwinnow.codecs.int8 import Int8
+from kvwinnow.codecs.plain import BF16, FP16, FP32
+from kvwinnow.codecs.registry import CODECS, parse_codec
+from kvwinnow.codecs.rotation import rotate
+from kvwinnow.codecs.vectors import Vectors, vectors_nbytes
+
+__all__ = [
+    "BF16",
+    "CODECS",
+    "FP16",
+    "FP32",
+    "Codec",
+    "Int4",
+    "Int8",
+    "Part",
+    "Vectors",
+    "parse_codec",
+    "rotate",
+    "vectors_nbytes",
+]

@@ -1,0 +1,71 @@
+"""int4: asymmetric, two elements a byte, a float16 scale and zero point per group of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvwinnow.codecs.base import Codec, Part, check_group, group_of, grouped
+from kvwinnow.errors import CodecError
+
+_LIMIT = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Int4(Codec):
+    """4 bits an element, a float16 scale and zero point per group: 4.5 bits an element at group 64, 5 at group 32.
+
+    Byte j of a vector holds element j in its low half and element j + dim / 2 in its high half.
+
+    Attributes:
+        group: elements that share a scale; it divides the head dimension. None: its largest divisor up to 64.
+        rotate: store vectors rotated by a Hadamard matrix, which spreads outlier channels over all elements.
+        centre: store keys less their mean vector.
+    """
+
+    name: ClassVar[str] = "int4"
+    quantises: ClassVar[bool] = True
+
+    group: int | None = None
+    rotate: bool = True
+    centre: bool = True
+
+    def __post_init__(self) -> None:
+        check_group(self.group, self.name)
+        for name, value in (("rotate", self.rotate), ("centre", self.centre)):
+            if not isinstance(value, bool):
+                raise CodecError(f"int4: {name}={value!r} must be true or false")
+
+    @property
+    def rotates(self) -> bool:
+        return self.rotate
+
+    @property
+    def centres(self) -> bool:
+        return self.centre
+
+    def layout(self, dim: int) -> tuple[Part, ...]:
+        if dim % 2:
+            raise CodecError(f"int4: the head dimension {dim} is odd, and two elements share a byte; use int8 or bf16")
+        groups = dim // group_of(dim, self.group, self.name)
+        return Part(torch.uint8, dim // 2), Part(torch.float16, groups), Part(torch.float16, groups)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        groups = grouped(x.float(), group_of(x.shape[-1], self.group, self.name))
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        low = low.clamp(-_LIMIT, _LIMIT).to(torch.float16)
+        scale = ((high - low.float()) / 15).clamp(0, _LIMIT).to(torch.float16)
+        # The codes are made for scale and zero point as they are stored; scale 0 is a group of equal values.
+        divisor = torch.where(scale == 0, 1.0, scale.float())
+        codes = ((groups - low.float()) / divisor).round().clamp(0, 15).to(torch.uint8).flatten(-2)
+        first, second = codes.chunk(2, dim=-1)
+        return first | (second << 4), scale.squeeze(-1), low.squeeze(-1)
+
+    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+        packed, scale, low = parts
+        codes = torch.cat([packed & 15, packed >> 4], dim=-1)
+        groups = grouped(codes, codes.shape[-1] // scale.shape[-1]).float()
+        return groups.mul_(scale.float().unsqueeze(-1)).add_(low.float().unsqueeze(-1)).flatten(-2)

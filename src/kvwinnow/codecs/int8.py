@@ -1,0 +1,47 @@
+"""int8: symmetric, one float16 scale per group of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvwinnow.codecs.base import Codec, Part, check_group, group_of, grouped
+
+_LIMIT = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """8 bits an element and a float16 scale per group: 8.25 bits an element at group 64.
+
+    Attributes:
+        group: elements that share a scale; it divides the head dimension. None: its largest divisor up to 64.
+    """
+
+    name: ClassVar[str] = "int8"
+    quantises: ClassVar[bool] = True
+
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        check_group(self.group, self.name)
+
+    def layout(self, dim: int) -> tuple[Part, ...]:
+        return Part(torch.int8, dim), Part(torch.float16, dim // group_of(dim, self.group, self.name))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        groups = grouped(x.float(), group_of(x.shape[-1], self.group, self.name))
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(max=_LIMIT).to(torch.float16)
+        # The codes are made for the scale as it is stored. A group of zeros (or of values too small for any
+        # float16 scale) has scale 0: dividing by 1 instead stores zeros.
+        divisor = torch.where(scale == 0, 1.0, scale.float())
+        codes = (groups / divisor).round().clamp(-127, 127)
+        return codes.to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+    def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+        codes, scale = parts
+        groups = grouped(codes, codes.shape[-1] // scale.shape[-1]).float()
+        return groups.mul_(scale.float().unsqueeze(-1)).flatten(-2)
