@@ -1,0 +1,183 @@
+"""The torch back end: runs on every device, in float32 wherever it is not the model's own product.
+
+Nothing here is ever n x n: prompts go through a flash pass that also gives the log-sum-exp, and statistics are
+summed in a second pass over blocks of queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvwinnow.ops.flash import flash, merge
+from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
+from kvwinnow.statistics import NONE, Kind, Statistics
+
+SLOT_BLOCK = 1024
+"""Slots decoded at once: quantised storage is never dequantised as a whole."""
+QUERY_BLOCK = 128
+KEY_BLOCK = 2048
+
+
+def attention(
+    q: Tensor,
+    slots: Slots,
+    chunk: Chunk | None = None,
+    *,
+    scale: float,
+    statistics: Statistics = NONE,
+    window: Window | None = None,
+) -> tuple[Tensor, Observed | None]:
+    """Attention of new queries over everything a layer holds.
+
+    Args:
+        q: (B, Hq, n, D), queries in the model's dtype; n = 1 without a chunk.
+        slots: the cached tokens, every occupied one of which all of q may see.
+        chunk: the n new tokens of a prompt, causal among themselves; None in decode, where the new token lies in a
+            slot already.
+        scale: factor on q.k, usually 1/sqrt(D).
+        statistics: what to report beside the output.
+        window: the observing queries, for WINDOW.
+
+    Returns:
+        The output (B, Hq, n, D) in q's dtype (zeros for padding), and the statistic; None for NONE.
+    """
+    if chunk is None:
+        return _decode(q, slots, scale, statistics)
+    if not any(chunk.starts):
+        return _prompt(q, slots, chunk, scale, statistics, window)
+    return _padded(q, slots, chunk, scale, statistics, window)
+
+
+def _decode(q: Tensor, slots: Slots, scale: float, statistics: Statistics) -> tuple[Tensor, Observed | None]:
+    batch, heads, _, dim = q.shape
+    kv_heads, count = slots.positions.shape[1:]
+    # The query heads of one KV head stand as rows of one matrix, so that no key or value is repeated.
+    queries, shift = slots.keys.query(q.reshape(batch, kv_heads, heads // kv_heads, dim))
+    queries = queries.float()
+    blocks = [(start, min(start + SLOT_BLOCK, count)) for start in range(0, count, SLOT_BLOCK)]
+    logits = torch.cat([queries @ slots.keys.read(*block).float().mT for block in blocks], dim=-1)
+    if shift is not None:
+        logits += shift
+    weights = logits.mul_(scale).masked_fill_((slots.positions < 0).unsqueeze(2), -torch.inf).softmax(-1)
+    out = sum((weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks), start=torch.zeros(()))
+    observed = None
+    if statistics.kind is not Kind.NONE:
+        observed = Observed(weights.mean(2), weights.new_zeros(batch, kv_heads, 0))
+    return slots.values.restore(out).to(q.dtype).view(batch, heads, 1, -1), observed
+
+
+def _padded(
+    q: Tensor, slots: Slots, chunk: Chunk, scale: float, statistics: Statistics, window: Window | None
+) -> tuple[Tensor, Observed | None]:
+    """Each row by itself and without its padding: that is what makes it equal to the row alone."""
+    batch, heads, n, _ = q.shape
+    out = q.new_zeros(batch, heads, n, chunk.values.shape[-1])
+    observed = None
+    if statistics.kind is not Kind.NONE:
+        zeros = torch.zeros_like(slots.positions, dtype=torch.float32)
+        observed = Observed(zeros, zeros.new_zeros(*zeros.shape[:2], n))
+    for row, start in enumerate(chunk.starts):
+        if start == n:
+            continue
+        seen = None if window is None else window.row(row)
+        part = q[row : row + 1, :, start:]
+        out[row, :, start:], measured = _prompt(part, slots.row(row), chunk.row(row), scale, statistics, seen)
+        if observed and measured:
+            observed.slots[row], observed.chunk[row, :, start:] = measured.slots, measured.chunk
+    return out, observed
+
+
+def _prompt(
+    q: Tensor, slots: Slots, chunk: Chunk, scale: float, statistics: Statistics, window: Window | None
+) -> tuple[Tensor, Observed | None]:
+    out, lse = flash(q, chunk.keys, chunk.values, scale=scale, causal=True)
+    count = slots.positions.shape[2]
+    for start in range(0, count, SLOT_BLOCK):
+        out, lse = merge((out, lse), _over_slots(q, slots, start, min(start + SLOT_BLOCK, count), scale))
+    if statistics.kind is Kind.MASS:
+        return out.to(q.dtype), _mass(q, chunk.positions, lse, slots, chunk, scale, aligned=True)
+    if statistics.kind is Kind.WINDOW and window is not None:
+        # The window's queries from earlier chunks have seen slots that are gone by now: their log-sum-exp over what
+        # is left is taken anew.
+        lse = _log_sum_exp(window.queries, window.positions, slots, chunk, scale)
+        return out.to(q.dtype), _mass(window.queries, window.positions, lse, slots, chunk, scale, aligned=False)
+    return out.to(q.dtype), None
+
+
+def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of all of q over slots [start, stop) alone: output float32 (B, Hq, n, D), log-sum-exp (B, Hq, n)."""
+    batch, heads, n, dim = q.shape
+    kv_heads = slots.positions.shape[1]
+    queries, shift = slots.keys.query(q.reshape(batch, kv_heads, -1, dim))
+    empty = slots.positions[:, :, start:stop] < 0
+    mask = torch.zeros_like(empty, dtype=torch.float32).masked_fill_(empty, -torch.inf)
+    keys, values = slots.keys.read(start, stop).float(), slots.values.read(start, stop).float()
+    out, lse = flash(queries.float(), keys, values, scale=scale, mask=mask.unsqueeze(2))
+    if shift is not None:
+        lse = lse + shift.squeeze(-1) * scale
+    return slots.values.restore(out).view(batch, heads, n, -1), lse.reshape(batch, heads, n)
+
+
+def _mass(
+    q: Tensor, positions: Tensor, lse: Tensor, slots: Slots, chunk: Chunk, scale: float, *, aligned: bool
+) -> Observed:
+    """Softmax weight each cached and new token receives, summed over the queries, given their log-sum-exp."""
+    batch, heads, total, _ = q.shape
+    kv_heads, count = slots.positions.shape[1:]
+    n = chunk.positions.shape[1]
+    sums = torch.zeros(batch, kv_heads, count + n, device=q.device)
+    # A query that sees nothing (padding) has log-sum-exp -inf; 0 in its place leaves its weights exp(-inf) = 0.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0).view(batch, kv_heads, -1, total, 1)
+    for start in range(0, total, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, total))
+        visible = rows.stop if aligned else n
+        for a, b, logits in _logits(q[:, :, rows], positions[:, rows], slots, chunk, scale, visible):
+            sums[:, :, a:b] += logits.sub_(lse[:, :, :, rows]).exp_().sum((2, 3))
+    sums /= heads // kv_heads
+    return Observed(sums[:, :, :count], sums[:, :, count:])
+
+
+def _log_sum_exp(q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, scale: float) -> Tensor:
+    """(B, Hq, m) float32, over the slots and the chunk; -inf for a query that sees nothing."""
+    batch, heads, total, _ = q.shape
+    lse = torch.full((batch, slots.positions.shape[1], heads // slots.positions.shape[1], total), -torch.inf)
+    lse = lse.to(q.device)
+    for _, _, logits in _logits(q, positions, slots, chunk, scale, chunk.positions.shape[1]):
+        lse = torch.logaddexp(lse, logits.logsumexp(-1))
+    return lse.view(batch, heads, total)
+
+
+def _logits(
+    q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, scale: float, visible: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Logits of q against blocks of the slots, then of the first ``visible`` tokens of the chunk.
+
+    Yields:
+        Start and end of the block, the chunk counted on from the slots, and (B, Hkv, G, m, block) float32, -inf where
+        a query does not see a key.
+    """
+    batch, heads, total, dim = q.shape
+    kv_heads, count = slots.positions.shape[1:]
+    grouped = q.reshape(batch, kv_heads, -1, dim)
+    seen_by = positions[:, None, None, :, None]
+
+    def block(queries: Tensor, keys: Tensor, shift: Tensor | None, where: Tensor) -> Tensor:
+        logits = queries @ keys.float().mT
+        logits = (logits if shift is None else logits + shift).mul_(scale)
+        logits = logits.view(batch, kv_heads, heads // kv_heads, total, -1)
+        where = where[:, :, None, None, :]
+        return logits.masked_fill_((where < 0) | (where > seen_by), -torch.inf)
+
+    if count:
+        queries, shift = slots.keys.query(grouped)
+        queries = queries.float()
+        for a in range(0, count, SLOT_BLOCK):
+            b = min(a + SLOT_BLOCK, count)
+            yield a, b, block(queries, slots.keys.read(a, b), shift, slots.positions[:, :, a:b])
+    queries = grouped.float()
+    for a in range(0, visible, KEY_BLOCK):
+        b = min(a + KEY_BLOCK, visible)
+        yield count + a, count + b, block(queries, chunk.keys[:, :, a:b], None, chunk.positions[:, None, a:b])

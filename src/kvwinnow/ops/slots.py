@@ -1,0 +1,82 @@
+"""What attention reads: slots, the new tokens of a prompt, and the queries that observe them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvwinnow.codecs import Vectors
+
+
+@dataclass
+class Slots:
+    """The cached tokens of one layer. Their order in memory means nothing; ``positions`` says which token lies where.
+
+    Attributes:
+        keys: storage of (B, Hkv, S, D).
+        values: storage of (B, Hkv, S, D).
+        positions: (B, Hkv, S) int32, the token's index in its row, padding not counted; -1 = empty.
+    """
+
+    keys: Vectors
+    values: Vectors
+    positions: Tensor
+
+    def row(self, index: int) -> Slots:
+        """One row of the batch, as views of the same memory."""
+        return Slots(self.keys.row(index), self.values.row(index), self.positions[index : index + 1])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of a prompt, as the model made them; they attend to each other before any of them is stored.
+
+    Attributes:
+        keys: (B, Hkv, n, D).
+        values: (B, Hkv, n, D).
+        positions: (B, n) int32, -1 = padding. Padding lies before a row's first token only.
+        starts: for each row, the column of its first token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    starts: tuple[int, ...]
+
+    def row(self, index: int) -> Chunk:
+        """One row without its padding, as views of the same memory."""
+        only, start = slice(index, index + 1), self.starts[index]
+        return Chunk(
+            self.keys[only, :, start:], self.values[only, :, start:], self.positions[only, start:], starts=(0,)
+        )
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last queries of a prompt so far, which may come from earlier chunks.
+
+    Attributes:
+        queries: (B, Hq, w, D).
+        positions: (B, w) int32; negative where the row has had fewer than w tokens.
+    """
+
+    queries: Tensor
+    positions: Tensor
+
+    def row(self, index: int) -> Window:
+        """One row of the batch, as views of the same memory."""
+        return Window(self.queries[index : index + 1], self.positions[index : index + 1])
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The statistic attention was asked for, mean over the query heads that share a KV head.
+
+    Attributes:
+        slots: (B, Hkv, S) float32.
+        chunk: (B, Hkv, n) float32; n = 0 in decode.
+    """
+
+    slots: Tensor
+    chunk: Tensor
