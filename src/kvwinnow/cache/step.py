@@ -1,0 +1,28 @@
+"""What one forward call means to every layer: host-side facts, made once per call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvwinnow.policies import Phase
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward call.
+
+    Attributes:
+        phase: PROMPT or DECODE.
+        positions: (B, n) int32, index of each new token in its row; -1 = padding.
+        starts: for each row, the column of its first new token; n: the row has none.
+        seen: for each row, tokens seen, the new ones included.
+        budgets: for each row, tokens each KV head may hold; None: no limit.
+    """
+
+    phase: Phase
+    positions: Tensor
+    starts: tuple[int, ...]
+    seen: tuple[int, ...]
+    budgets: tuple[int | None, ...]
