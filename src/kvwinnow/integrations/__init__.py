@@ -1,0 +1,1 @@
+"""Thin bridges to frameworks: they translate, they never decide."""

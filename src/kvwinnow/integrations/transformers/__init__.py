@@ -1,0 +1,6 @@
+"""kvwinnow for Hugging Face transformers (5.16 and newer)."""
+
+from kvwinnow.integrations.transformers.cache import CompressedCache
+from kvwinnow.integrations.transformers.report import CacheReport
+
+__all__ = ["CacheReport", "CompressedCache"]

@@ -1,0 +1,208 @@
+"""How the cache gets between a model and its attention: around the calls that carry one of our caches, no others.
+
+While any cache of a model lives, two methods of that one model object are wrapped: its decoder's ``forward`` and its
+``generate``. The wrappers pass every call through unless it carries one of our caches. Inside such a call the config
+names our attention and mask functions; both delegate to the model's own whenever another call (another thread's, say)
+passes through them. When the last cache is gone the wrappers are taken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvwinnow.errors import CacheStateError
+
+if TYPE_CHECKING:
+    from kvwinnow.integrations.transformers.cache import CompressedCache
+
+NAME = "kvwinnow"
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+_running: ContextVar[CompressedCache | None] = ContextVar("kvwinnow_running", default=None)
+"""The cache whose forward call runs in this thread."""
+
+_handed_over: ContextVar[Attend | None] = ContextVar("kvwinnow_handed_over", default=None)
+"""What ``Cache.update`` leaves for the attention function of the same layer; taken once."""
+
+
+@dataclass
+class _Arrangement:
+    """A config that names our functions for now.
+
+    Attributes:
+        calls: how many forward calls with one of our caches are running, in all threads.
+        original: the attention implementation the config named before the first of them.
+    """
+
+    calls: int
+    original: str
+
+
+_lock = threading.RLock()
+_arrangements: dict[int, _Arrangement] = {}
+"""By id of the config, which decoder, attention modules and mask functions share; an entry lives as long as a call."""
+
+
+def attach(cache: CompressedCache, model: PreTrainedModel, decoder: nn.Module) -> None:
+    """Wrap ``model`` for as long as ``cache`` or another cache of it lives."""
+    wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [(decoder, "forward", _forward)]
+    if hasattr(type(model), "generate"):
+        wrapped.append((model, "generate", _generate))
+    for module, name, around in wrapped:
+        with _lock:
+            _wrap(module, name, around)
+        weakref.finalize(cache, _unwrap, weakref.ref(module), name)
+
+
+def hand_over(attend: Attend) -> None:
+    """Leave a layer's work for the attention function that the model calls next."""
+    _handed_over.set(attend)
+
+
+def running() -> CompressedCache | None:
+    """The cache whose forward call runs in this thread, or None."""
+    return _running.get()
+
+
+# -- wrappers --------------------------------------------------------------------------------------
+
+
+def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> None:
+    """Have ``around(original, module, *args, **kwargs)`` answer calls of one method of one object."""
+    earlier: Any = module.__dict__.get(name)  # our own wrapper, or another library's on the same object
+    if hasattr(earlier, "kvwinnow_caches"):
+        earlier.__func__.kvwinnow_caches += 1
+        return
+
+    @functools.wraps(getattr(type(module), name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = earlier or types.MethodType(getattr(type(self), name), self)
+        return around(original, self, *args, **kwargs)
+
+    method.kvwinnow_caches = 1  # type: ignore[attr-defined]
+    method.kvwinnow_earlier = earlier  # type: ignore[attr-defined]
+    # A bound method, so that a deep copy of the model binds its own.
+    setattr(module, name, types.MethodType(method, module))
+
+
+def _unwrap(reference: weakref.ref[nn.Module], name: str) -> None:
+    """One cache less needs the wrapper; take it off with the last one."""
+    module = reference()
+    with _lock:
+        method: Any = getattr(module and module.__dict__.get(name), "__func__", None)
+        if module is None or not hasattr(method, "kvwinnow_caches"):
+            return
+        method.kvwinnow_caches -= 1
+        if method.kvwinnow_caches == 0:
+            delattr(module, name)
+            if method.kvwinnow_earlier is not None:
+                setattr(module, name, method.kvwinnow_earlier)
+
+
+def _cache_in(*values: Any) -> CompressedCache | None:
+    from kvwinnow.integrations.transformers.cache import CompressedCache
+
+    return next((value for value in values if isinstance(value, CompressedCache)), None)
+
+
+def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    cache = _cache_in(*args, *(kwargs.get(name) for name in CACHE_ARGUMENTS))
+    if cache is None:
+        return original(*args, **kwargs)
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    with cache.call(decoder, given), _arranged(decoder.config):
+        token = _running.set(cache)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _running.reset(token)
+            _handed_over.set(None)
+
+
+@contextlib.contextmanager
+def _arranged(config: Any) -> Iterator[None]:
+    """Let the config name our functions as long as a call with one of our caches runs in any thread."""
+    with _lock:
+        arrangement = _arrangements.get(id(config))
+        if arrangement is None:
+            arrangement = _arrangements[id(config)] = _Arrangement(0, config._attn_implementation)
+            config._attn_implementation = NAME
+        arrangement.calls += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            arrangement.calls -= 1
+            if arrangement.calls == 0:
+                config._attn_implementation = arrangement.original
+                del _arrangements[id(config)]
+
+
+def _generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    cache = _cache_in(*(kwargs.get(name) for name in CACHE_ARGUMENTS))
+    if cache is not None:
+        cache.check_generate(model, args, kwargs)
+    return original(*args, **kwargs)
+
+
+# -- what the config names during our calls --------------------------------------------------------
+
+
+def _original(config: Any) -> str:
+    with _lock:
+        arrangement = _arrangements.get(id(config))
+        if arrangement is None:
+            raise CacheStateError(
+                f"attn_implementation={NAME!r} is not for setting by hand: give a CompressedCache to the model's call"
+            )
+        return arrangement.original
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Transformers' attention interface: query (B, Hq, n, D), key and value (B, Hkv, n, D); output (B, n, Hq, D)."""
+    attend = _handed_over.get()
+    if attend is None:
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        original = ALL_ATTENTION_FUNCTIONS.get_interface(_original(module.config), eager)
+        return original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    _handed_over.set(None)
+    out = attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+    """Transformers' mask interface. The cache knows the padding already, so inside its calls there is no mask."""
+    if _running.get() is not None:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[_original(config)](*args, config=config, **kwargs)
+
+
+# Registering names the two functions and changes no model: nothing uses them until a config carries the name.
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
