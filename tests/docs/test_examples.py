@@ -1,0 +1,55 @@
+"""The documentation's examples run as they stand."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvwinnow import CompressedCache, parse
+from kvwinnow.policies import POLICIES
+from tests.models import tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def code_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+
+
+@pytest.fixture
+def strided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's policy, written to a file and registered as the page tells."""
+    (code,) = code_blocks("docs/adding-a-policy.md")
+    (tmp_path / "strided_example.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "strided_example", raising=False)
+    monkeypatch.setitem(POLICIES, "strided", importlib.import_module("strided_example").Strided)
+
+
+@pytest.mark.usefixtures("strided")
+def test_the_example_policy_keeps_what_its_text_says() -> None:
+    policy = parse("strided:budget=40,sinks=2,recent=8,stride=3")
+    assert parse(str(policy)) == policy
+
+    model = tiny_model()
+    cache = CompressedCache(model, policy)
+    ids = torch.arange(3, 103).unsqueeze(0)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    # 2 sinks, the 8 latest, and 30 of the multiples of 3 between, the lowest first: 3, 6, ..., 90 (0 is a sink).
+    expected = sorted({0, 1} | set(range(92, 100)) | set(range(3, 91, 3)))
+    for head in cache.positions(0)[0]:
+        assert sorted(head[head >= 0].tolist()) == expected
+
+    model.generate(ids, past_key_values=CompressedCache(model, policy), max_new_tokens=20, eos_token_id=None)
+
+
+@pytest.mark.usefixtures("strided")
+def test_the_example_policy_refuses_a_budget_it_cannot_obey() -> None:
+    with pytest.raises(ValueError, match="budget=19 is under the 20 tokens"):
+        parse("strided:budget=19")
