@@ -127,8 +127,9 @@ class LayerCache:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scale: float) -> Tensor:
         self.window = None  # the prompt is over
-        self.kept = [kept + 1 for kept in self.kept]
-        self._resize_for(step, grown=True)
+        # A row to which this step brings nothing (start 1) needs a free slot too, which is written to and stays empty.
+        self._resize_for(step, more=1)
+        self.kept = [kept + 1 - start for kept, start in zip(self.kept, step.starts, strict=True)]
         slots = self._held()
         slot = (slots.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         slots.keys.write_one(slot, k)
@@ -137,11 +138,12 @@ class LayerCache:
         out, observed = ops.attention(q, slots, scale=scale, statistics=self.policy.statistics(Phase.DECODE))
         if self.mass is not None and observed is not None:
             self.mass.scatter_(2, slot, 0.0)
-            self.mass += observed.slots
+            shown = step.positions.unsqueeze(1) >= 0
+            self.mass += observed.slots * shown if any(step.starts) else observed.slots
         keep = self._due(step)
         if keep is not None:
             lengths = self._lengths(step)
-            view = LayerView(Phase.DECODE, slots.positions, self.mass, _newest(step, k.device))
+            view = LayerView(Phase.DECODE, slots.positions, self.mass, step.last)
             slots.positions.masked_fill_(~self.policy.select(view, lengths, keep), -1)
             self.kept = [min(kept, most) for kept, most in zip(self.kept, keep, strict=True)]
         return out
@@ -177,7 +179,7 @@ class LayerCache:
         # Policies see a prompt in position order, empty slots last.
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
         statistic = None if statistic is None else statistic.gather(2, order)
-        view = LayerView(Phase.PROMPT, positions.gather(2, order), statistic, _newest(step, new.device))
+        view = LayerView(Phase.PROMPT, positions.gather(2, order), statistic, step.last)
         chosen = self.policy.select(view, self._lengths(step), keep)
         stays = torch.zeros_like(chosen).scatter_(2, order, chosen)
         count = past.positions.shape[2]
@@ -233,12 +235,10 @@ class LayerCache:
     def _slots_for(self, tokens: int, step: Step) -> int:
         return slots_for(tokens, self._bound(step), (self.k_codec, self.v_codec), self.exact)
 
-    def _resize_for(self, step: Step, *, grown: bool = False) -> None:
-        """Allocate slots if those held do not suffice. ``grown``: the token that needs one is already counted."""
-        slots = self._held()
-        if max(self.kept) > slots.positions.shape[2]:
-            tokens = max(self.kept) - (1 if grown else 0)
-            self._resize(self._slots_for(tokens, step))
+    def _resize_for(self, step: Step, *, more: int = 0) -> None:
+        """Allocate slots if those held do not suffice for the tokens kept and, in decode, for one ``more``."""
+        if max(self.kept) + more > self._held().positions.shape[2]:
+            self._resize(self._slots_for(max(self.kept), step))
 
     def _shrink(self, step: Step) -> None:
         """Give back slots when a cut leaves a whole growth step or more unused."""
@@ -278,11 +278,6 @@ class LayerCache:
         if self.slots is not None:
             held += [*self.slots.keys.tensors(), *self.slots.values.tensors(), self.slots.positions]
         return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
-
-
-def _newest(step: Step, device: torch.device) -> Tensor:
-    """(B, 1, 1) int32, position of each row's newest token."""
-    return torch.tensor(step.seen, dtype=torch.int32, device=device).sub_(1).view(-1, 1, 1)
 
 
 def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:

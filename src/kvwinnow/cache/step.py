@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvwinnow.policies import Phase
@@ -26,3 +28,8 @@ class Step:
     starts: tuple[int, ...]
     seen: tuple[int, ...]
     budgets: tuple[int | None, ...]
+
+    @functools.cached_property
+    def last(self) -> Tensor:
+        """(B, 1, 1) int32, position of each row's newest token; made once for all layers."""
+        return torch.tensor(self.seen, dtype=torch.int32, device=self.positions.device).sub_(1).view(-1, 1, 1)

@@ -11,6 +11,9 @@ from torch import Tensor
 from kvwinnow.errors import CodecError
 from kvwinnow.textform import show_spec
 
+SMALLEST_FP16 = 2.0**-24
+"""The smallest float16 above 0: divides in place of a scale that is 0, which multiplies any code back to nothing."""
+
 
 @dataclass(frozen=True)
 class Part:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvwinnow.codecs.base import Codec, Part, check_group, group_of, grouped
+from kvwinnow.codecs.base import SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
 from kvwinnow.errors import CodecError
 
 _LIMIT = torch.finfo(torch.float16).max
@@ -57,10 +57,11 @@ class Int4(Codec):
         groups = grouped(x.float(), group_of(x.shape[-1], self.group, self.name))
         low, high = groups.aminmax(dim=-1, keepdim=True)
         low = low.clamp(-_LIMIT, _LIMIT).to(torch.float16)
-        scale = ((high - low.float()) / 15).clamp(0, _LIMIT).to(torch.float16)
-        # The codes are made for scale and zero point as they are stored; scale 0 is a group of equal values.
-        divisor = torch.where(scale == 0, 1.0, scale.float())
-        codes = ((groups - low.float()) / divisor).round().clamp(0, 15).to(torch.uint8).flatten(-2)
+        # The codes are made for scale and zero point as they are stored.
+        zero = low.float()
+        scale = ((high - zero) / 15).clamp_(0, _LIMIT).to(torch.float16)
+        codes = (groups - zero).div_(scale.float().clamp_(min=SMALLEST_FP16)).round_().clamp_(0, 15)
+        codes = codes.to(torch.uint8).flatten(-2)
         first, second = codes.chunk(2, dim=-1)
         return first | (second << 4), scale.squeeze(-1), low.squeeze(-1)
 

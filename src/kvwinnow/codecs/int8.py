@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvwinnow.codecs.base import Codec, Part, check_group, group_of, grouped
+from kvwinnow.codecs.base import SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
 
 _LIMIT = torch.finfo(torch.float16).max
 
@@ -35,10 +35,8 @@ class Int8(Codec):
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         groups = grouped(x.float(), group_of(x.shape[-1], self.group, self.name))
         scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(max=_LIMIT).to(torch.float16)
-        # The codes are made for the scale as it is stored. A group of zeros (or of values too small for any
-        # float16 scale) has scale 0: dividing by 1 instead stores zeros.
-        divisor = torch.where(scale == 0, 1.0, scale.float())
-        codes = (groups / divisor).round().clamp(-127, 127)
+        # The codes are made for the scale as it is stored.
+        codes = (groups / scale.float().clamp_(min=SMALLEST_FP16)).round_().clamp_(-127, 127)
         return codes.to(torch.int8).flatten(-2), scale.squeeze(-1)
 
     def decode(self, parts: tuple[Tensor, ...]) -> Tensor:

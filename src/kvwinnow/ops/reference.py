@@ -6,6 +6,7 @@ summed in a second pass over blocks of queries and keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -58,15 +59,19 @@ def _decode(q: Tensor, slots: Slots, scale: float, statistics: Statistics) -> tu
     queries, shift = slots.keys.query(q.reshape(batch, kv_heads, heads // kv_heads, dim))
     queries = queries.float()
     blocks = [(start, min(start + SLOT_BLOCK, count)) for start in range(0, count, SLOT_BLOCK)]
-    logits = torch.cat([queries @ slots.keys.read(*block).float().mT for block in blocks], dim=-1)
+    logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
     if shift is not None:
         logits += shift
     weights = logits.mul_(scale).masked_fill_((slots.positions < 0).unsqueeze(2), -torch.inf).softmax(-1)
-    out = sum((weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks), start=torch.zeros(()))
+    out = functools.reduce(torch.add, (weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks))
     observed = None
     if statistics.kind is not Kind.NONE:
         observed = Observed(weights.mean(2), weights.new_zeros(batch, kv_heads, 0))
     return slots.values.restore(out).to(q.dtype).view(batch, heads, 1, -1), observed
+
+
+def _whole(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
 
 def _padded(

@@ -127,7 +127,7 @@ class Policy:
         """
         device = view.positions.device
         ranges = [self.protected(row.budget) for row in lengths]
-        sinks, recent = (torch.tensor(values, device=device).view(-1, 1, 1) for values in zip(*ranges, strict=True))
+        sinks, recent = (_per_row(values, device) for values in zip(*ranges, strict=True))
         protected = (view.positions < sinks) | (view.positions > view.last - recent)
         scores = self.score(view).float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         # Every occupied slot must rank above every empty one, hence the lowest finite number in place of -inf.
@@ -156,7 +156,8 @@ class Budgeted(Policy):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = {"sinks": 0, "recent": 0, "evict_every": 1, "window": 1, "kernel": 1}.get(field.name)
-            if least is not None and value is not None and (not _is_int(value) or value < least):
+            optional = value is None and field.default is None
+            if least is not None and not optional and (not _is_int(value) or value < least):
                 raise PolicyError(f"{self.name}: {field.name}={value!r} must be a whole number, {least} or more")
         if isinstance(self.budget, int) and self.budget < self.minimum():
             raise PolicyError(
@@ -220,6 +221,11 @@ def all_but_lowest(scores: Tensor, positions: Tensor, evict: Tensor) -> Tensor:
     tied = occupied & (ranked == ranked.amin(-1, keepdim=True))
     victim = positions.masked_fill(~tied, -1).argmax(-1, keepdim=True)
     return occupied.scatter(-1, victim, occupied.gather(-1, victim) & ~evict.view(-1, 1, 1))
+
+
+def _per_row(values: Sequence[int], device: torch.device) -> Tensor | int:
+    """One number for each row, to meet (B, Hkv, S); a plain one where all rows agree, which costs no tensor."""
+    return values[0] if len(set(values)) == 1 else torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def _is_int(value: object) -> bool:

@@ -88,8 +88,10 @@ def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> None:
     """Have ``around(original, module, *args, **kwargs)`` answer calls of one method of one object."""
     earlier: Any = module.__dict__.get(name)  # our own wrapper, or another library's on the same object
     if hasattr(earlier, "kvwinnow_caches"):
-        earlier.__func__.kvwinnow_caches += 1
-        return
+        if earlier.kvwinnow_module() is module:
+            earlier.__func__.kvwinnow_caches += 1
+            return
+        earlier = None  # ``module`` is a deep copy, and this the wrapper that counts the caches of its original
 
     @functools.wraps(getattr(type(module), name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +99,7 @@ def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         return around(original, self, *args, **kwargs)
 
     method.kvwinnow_caches = 1  # type: ignore[attr-defined]
+    method.kvwinnow_module = weakref.ref(module)  # type: ignore[attr-defined]
     method.kvwinnow_earlier = earlier  # type: ignore[attr-defined]
     # A bound method, so that a deep copy of the model binds its own.
     setattr(module, name, types.MethodType(method, module))
@@ -107,7 +110,7 @@ def _unwrap(reference: weakref.ref[nn.Module], name: str) -> None:
     module = reference()
     with _lock:
         method: Any = getattr(module and module.__dict__.get(name), "__func__", None)
-        if module is None or not hasattr(method, "kvwinnow_caches"):
+        if module is None or not hasattr(method, "kvwinnow_caches") or method.kvwinnow_module() is not module:
             return
         method.kvwinnow_caches -= 1
         if method.kvwinnow_caches == 0:
@@ -125,7 +128,12 @@ def _cache_in(*values: Any) -> CompressedCache | None:
 def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cache = _cache_in(*args, *(kwargs.get(name) for name in CACHE_ARGUMENTS))
     if cache is None:
-        return original(*args, **kwargs)
+        # A hook may make a plain call in the midst of a call with a cache.
+        token = _running.set(None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _running.reset(token)
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     with cache.call(decoder, given), _arranged(decoder.config):
@@ -169,11 +177,14 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, 
 def _original(config: Any) -> str:
     with _lock:
         arrangement = _arrangements.get(id(config))
-        if arrangement is None:
-            raise CacheStateError(
-                f"attn_implementation={NAME!r} is not for setting by hand: give a CompressedCache to the model's call"
-            )
-        return arrangement.original
+        # A plain call may have read our name just before another thread's call with a cache ended; by now the config
+        # names its own implementation again.
+        named: str = config._attn_implementation if arrangement is None else arrangement.original
+    if named == NAME:
+        raise CacheStateError(
+            f"attn_implementation={NAME!r} is not for setting by hand: give a CompressedCache to the model's call"
+        )
+    return named
 
 
 def _attention(

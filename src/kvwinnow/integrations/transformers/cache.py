@@ -146,7 +146,7 @@ class CompressedCache(Cache):
         Raises:
             KvwinnowError: no positive numbers, or in the end not the number of tokens that was fed.
         """
-        lengths = (length,) if isinstance(length, int) else tuple(length)
+        lengths = tuple(length) if isinstance(length, Sequence) else (length,)
         if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
             raise KvwinnowError(f"prompt(length={length!r}) must be the prompt's number of tokens, 1 or more, per row")
         if self._declared is not None:
@@ -158,8 +158,9 @@ class CompressedCache(Cache):
             yield self
         finally:
             self._declared = None
-        batch = len(self._seen.tokens)
-        fed = tuple(now - old for now, old in zip(self._seen.tokens, before.row_tokens(batch), strict=True))
+        batch = len(self._seen.tokens) or len(lengths)
+        rows = zip(self._seen.row_tokens(batch), before.row_tokens(batch), strict=True)
+        fed = tuple(now - old for now, old in rows)
         if fed != self._per_row(lengths, batch):
             raise KvwinnowError(
                 f"prompt(length={length!r}) was declared and {list(fed)} tokens were fed; declare what you feed, since "

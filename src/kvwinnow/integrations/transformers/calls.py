@@ -130,6 +130,11 @@ def check_call(
     inputs = ids if ids is not None else embeds
     if inputs is None:
         raise KvwinnowError("neither input_ids nor inputs_embeds is given; give one of them with the cache")
+    if inputs.ndim != (3 if ids is None else 2):
+        raise KvwinnowError(
+            f"the input has shape {tuple(inputs.shape)}; input_ids must be (rows, tokens) and inputs_embeds "
+            "(rows, tokens, hidden size): a single prompt is one row, ids.unsqueeze(0)"
+        )
     batch, columns = inputs.shape[:2]
     if columns == 0:
         raise KvwinnowError("the call brings no new token; give at least one beside those the cache has seen")

@@ -1,0 +1,96 @@
+"""The program: its commands, and how everything that can go wrong becomes an exit code and one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kvwinnow import __version__
+from kvwinnow.cli.demo import demo
+from kvwinnow.cli.doctor import doctor
+from kvwinnow.cli.generate import generate
+from kvwinnow.cli.policies import policies
+from kvwinnow.errors import KvwinnowError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+_OUT_OF_MEMORY = (
+    "out of memory; take a smaller budget or a smaller --kv-dtype, feed the prompt in pieces with --prefill-chunk, or "
+    "shorten it"
+)
+
+app = typer.Typer(
+    name="kvwinnow",
+    help="Generate with a compressed KV cache: fewer tokens, fewer bits, the same model.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo, generate, policies, doctor):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvwinnow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; None: those of the process.
+
+    Returns:
+        The exit code: 0, what the command says (``demo``: 1 if an answer is wrong), 2 for bad input or too little
+        memory, 130 if interrupted. Whatever ends the program early is told in one sentence on stderr.
+    """
+    try:
+        result = typer.main.get_command(app).main(
+            list(sys.argv[1:] if argv is None else argv), prog_name="kvwinnow", standalone_mode=False
+        )
+    except typer.TyperException as error:
+        return _complain(f"{_one_line(error.format_message())} (see kvwinnow --help)")
+    except KvwinnowError as error:
+        return _complain(_one_line(str(error)))
+    except (KeyboardInterrupt, typer.Abort):
+        result = INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _complain(_OUT_OF_MEMORY)
+    if result == INTERRUPTED:
+        return _complain("interrupted", INTERRUPTED)
+    return result if isinstance(result, int) else 0
+
+
+def _complain(sentence: str, code: int = BAD_INPUT) -> int:
+    print(f"kvwinnow: {sentence}", file=sys.stderr)
+    return code
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch raises its own kind on a GPU and a bare RuntimeError on the CPU."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )

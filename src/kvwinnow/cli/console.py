@@ -1,0 +1,46 @@
+"""Where the commands write: results to stdout, progress and figures to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+# Wide enough for every table where there is no terminal that knows better.
+_WIDTH_OF_A_FILE = 150
+
+
+def out() -> Console:
+    """A console on stdout."""
+    return _console(Console(file=sys.stdout))
+
+
+def err() -> Console:
+    """A console on stderr."""
+    return _console(Console(file=sys.stderr))
+
+
+def _console(console: Console) -> Console:
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_FILE
+    return console
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Shows what is being done on stderr: a spinner on a terminal, else one line for each stage."""
+    console = err()
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+        return
+    shown: set[str] = set()
+
+    def show(stage: str) -> None:
+        if stage not in shown:
+            shown.add(stage)
+            console.print(f"... {stage}", markup=False, highlight=False)
+
+    yield show

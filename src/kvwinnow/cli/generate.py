@@ -1,0 +1,114 @@
+"""``kvwinnow generate``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvwinnow.cli.console import err, stages
+from kvwinnow.errors import KvwinnowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STDIN = "-"
+
+
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder or a cached hub id; left out: the default model.", show_default=False),
+    ] = None,
+    question: Annotated[str | None, typer.Argument(help="In quotes.", show_default=False)] = None,
+    policy: Annotated[str, typer.Option(help="Which tokens stay; see kvwinnow policies.")] = "snapkv:budget=1024",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="How keys and values are stored: fp32, bf16, fp16, int8, int4, int4:group=32.")
+    ] = None,
+    k_dtype: Annotated[str | None, typer.Option(help="The same for keys alone.")] = None,
+    v_dtype: Annotated[str | None, typer.Option(help="The same for values alone.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="UTF-8 text to put before the question; - reads stdin.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 128,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Feed the prompt in pieces of this many tokens, which takes less memory.")
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print what the answer cost on stderr.")] = False,
+) -> None:
+    """Answer a question about a text, greedily, with a compressed KV cache."""
+    model_name, question = _model_and_question(model, question)
+    text = None if prompt_file is None else _read(prompt_file)
+    with stages() as show:
+        show("loading torch and transformers")
+        from kvwinnow.codecs import parse_codec
+        from kvwinnow.evaluation.generation import answer, encode
+        from kvwinnow.evaluation.render import answer_table
+        from kvwinnow.integrations.loading import load
+        from kvwinnow.integrations.transformers import CompressedCache
+        from kvwinnow.policies import parse
+
+        # Before the model is loaded, which takes time.
+        chosen = parse(policy)
+        for dtype in filter(None, (kv_dtype, k_dtype, v_dtype)):
+            parse_codec(dtype)
+        loaded, tokenizer = load(model_name, progress=show)
+        cache = CompressedCache(loaded, chosen, dtype=kv_dtype, k_dtype=k_dtype, v_dtype=v_dtype)
+        ids = encode(tokenizer, question if text is None else f"{text}\n\n{question}", system=system)
+        _check_length(loaded, ids.shape[1], max_new_tokens)
+    given = answer(
+        loaded, tokenizer, cache, ids, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, on_text=_write
+    )
+    _write("\n")
+    if stats:
+        err().print(answer_table(given))
+
+
+def _model_and_question(first: str | None, second: str | None) -> tuple[str | None, str]:
+    """The two arguments by meaning: a single one is the question."""
+    model, question = (None, first) if second is None else (first, second)
+    if question is None or (second is None and os.path.isdir(question)):
+        found = f"; {question!r} is a folder" if question else ""
+        raise KvwinnowError(f'the question is missing{found}; give it last, in quotes: kvwinnow generate "QUESTION"')
+    if not question.strip():
+        raise KvwinnowError('the question is empty; give some text: kvwinnow generate "QUESTION"')
+    return model, question
+
+
+def _read(name: str) -> str:
+    """The text of a prompt file, in UTF-8; a byte order mark is dropped."""
+    shown = "stdin" if name == STDIN else f"prompt file {name!r}"
+    try:
+        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        text = data.decode("utf-8").removeprefix("\ufeff")
+    except FileNotFoundError as error:
+        raise KvwinnowError(f"{shown} does not exist; check the path, or give - to read stdin") from error
+    except IsADirectoryError as error:
+        raise KvwinnowError(f"{shown} is a folder; name a text file in it") from error
+    except OSError as error:
+        raise KvwinnowError(f"{shown} cannot be read: {error.strerror or error}; name another file") from error
+    except UnicodeDecodeError as error:
+        raise KvwinnowError(
+            f"{shown} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert it to UTF-8 first"
+        ) from error
+    if not text.strip():
+        raise KvwinnowError(f"{shown} is empty; put the text to ask about into it, or leave --prompt-file out")
+    return text.strip()
+
+
+def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
+    trained = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(trained, int) and prompt + new > trained:
+        raise KvwinnowError(
+            f"the prompt has {prompt:,} tokens and --max-new-tokens asks for {new:,}, {prompt + new:,} together; the "
+            f"model was trained to {trained:,} (max_position_embeddings); shorten the prompt or lower --max-new-tokens"
+        )
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
