@@ -1,0 +1,174 @@
+"""Speed of the real model with each cache: time to the first token and tokens per second of decoding.
+
+Every round runs every cache once, one after the other, each with a fresh cache, so that what else the machine does
+meets all of them. Figures are medians over the rounds; ratios to DynamicCache are taken within a round first. Greedy
+decoding of a fixed number of tokens; end tokens are ignored.
+
+    python benchmarks/end_to_end.py
+    python benchmarks/end_to_end.py --tokens 3072 --rounds 5 --threads 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import machine
+import texts
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvwinnow import H2O, CompressedCache, Full, Policy, SnapKV, StreamingLLM
+from kvwinnow.integrations.loading import load
+
+SHARE = 0.125
+BASELINE = "DynamicCache, sdpa"
+FULL = "kvwinnow full fp32"
+HEAVY = "kvwinnow h2o 1/8 bf16"
+CASES: dict[str, tuple[Policy, str] | None] = {
+    BASELINE: None,
+    FULL: (Full(), "fp32"),
+    "kvwinnow full bf16": (Full(), "bf16"),
+    "kvwinnow snapkv 1/8 fp32": (SnapKV(budget=SHARE), "fp32"),
+    "kvwinnow snapkv 1/8 bf16": (SnapKV(budget=SHARE), "bf16"),
+    "kvwinnow snapkv 1/8 int4": (SnapKV(budget=SHARE), "int4"),
+    HEAVY: (H2O(budget=SHARE), "bf16"),
+    "kvwinnow streamingllm 1/8 bf16": (StreamingLLM(budget=SHARE), "bf16"),
+}
+COLUMNS = ("cache", "first token s", "x baseline", "decode tokens/s", "x baseline", "range", "cache MiB")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt and one generation.
+
+    Attributes:
+        first: seconds until the first token was known.
+        rate: tokens per second after the first.
+        cache: bytes the cache held at the end.
+    """
+
+    first: float
+    rate: float
+    cache: int
+
+
+def new_cache(name: str, model: Any) -> Any:
+    made = CASES[name]
+    return DynamicCache() if made is None else CompressedCache(model, made[0], dtype=made[1])
+
+
+def held(cache: Any) -> int:
+    """Bytes of a cache, of either kind."""
+    if isinstance(cache, CompressedCache):
+        return cache.nbytes()
+    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+@torch.inference_mode()
+def generate(model: Any, cache: Any, ids: Tensor, new: int) -> Run:
+    """Feed the prompt in one piece and decode ``new`` tokens after the first one."""
+
+    def forward(piece: Tensor) -> Tensor:
+        logits: Tensor = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(-1)
+
+    start = time.perf_counter()
+    token = forward(ids)
+    first = time.perf_counter()
+    for _ in range(new):
+        token = forward(token)
+    return Run(first - start, new / (time.perf_counter() - first), held(cache))
+
+
+def measure(model: Any, ids: Tensor, given: argparse.Namespace) -> dict[str, list[Run]]:
+    """All rounds at one length."""
+    runs: dict[str, list[Run]] = {name: [] for name in CASES}
+    for number in range(given.rounds):
+        for name in CASES:
+            machine.progress(f"{ids.shape[1]:,} tokens, round {number + 1} of {given.rounds}: {name}")
+            runs[name].append(generate(model, new_cache(name, model), ids, given.new))
+    return runs
+
+
+def ratios(runs: dict[str, list[Run]], name: str, of: Callable[[Run], float]) -> list[float]:
+    """One case's figure over the baseline's, round by round."""
+    return [of(run) / of(base) for run, base in zip(runs[name], runs[BASELINE], strict=True)]
+
+
+def median(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
+    return statistics.median(map(of, runs))
+
+
+def first_of(run: Run) -> float:
+    return run.first
+
+
+def rate_of(run: Run) -> float:
+    return run.rate
+
+
+def row(runs: dict[str, list[Run]], name: str) -> list[str]:
+    """The table's row of one case."""
+    rates = ratios(runs, name, rate_of)
+    return [
+        name,
+        f"{median(runs[name], first_of):.2f}",
+        f"{statistics.median(ratios(runs, name, first_of)):.2f}",
+        f"{median(runs[name], rate_of):.1f}",
+        f"{statistics.median(rates):.2f}",
+        f"{min(rates):.2f}-{max(rates):.2f}",
+        f"{runs[name][0].cache / 2**20:.1f}",
+    ]
+
+
+def notes_on(runs: dict[str, list[Run]], given: argparse.Namespace) -> list[str]:
+    extra = [heavy.first - full.first for heavy, full in zip(runs[HEAVY], runs[FULL], strict=True)]
+    share = statistics.median(e / full.first for e, full in zip(extra, runs[FULL], strict=True))
+    slower = [name for name in CASES if statistics.median(ratios(runs, name, rate_of)) < 1]
+    return [
+        f"medians of {given.rounds} interleaved rounds, ratios within a round; {given.new} tokens decoded; "
+        "range: of the decode ratio over the rounds",
+        f"H2O's statistic costs {statistics.median(extra):.2f} s of prefill beyond the flash pass alone ({share:+.0%})",
+        f"slower than {BASELINE} at decoding: {', '.join(slower) or 'none'}",
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 3072, 8192], help="lengths of the prompt")
+    parser.add_argument("--new", type=int, default=32, help="tokens to decode after the first")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each cache")
+    parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
+    machine.add_json_option(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = arguments()
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    # One about the newer name of an argument, one about positions beyond the trained length at 8,192 tokens.
+    warnings.filterwarnings("ignore", message=".*past_key_values.*|generation goes beyond")
+    told = machine.facts()
+    model, tokenizer = load(None, torch.float32, device="cpu")
+    generate(model, DynamicCache(), texts.tokens(tokenizer, texts.help_text(), 256), 4)  # warm-up
+    results = {}
+    for length in given.tokens:
+        ids = texts.tokens(tokenizer, texts.help_text(), length)
+        runs = results[length] = measure(model, ids, given)
+        title = f"SmolLM2-135M-Instruct, float32, a prompt of {length:,} tokens of Python's help in one piece"
+        machine.show(title, COLUMNS, [row(runs, name) for name in CASES], notes_on(runs, given), told)
+    figures = {length: {name: list(map(asdict, of)) for name, of in runs.items()} for length, runs in results.items()}
+    machine.write_json(given.json, {"machine": told, "new_tokens": given.new, "runs": figures})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""What all benchmarks say beside their figures: the machine, the versions, the command, and the same again as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_PACKAGES = ("torch", "transformers")
+LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+"""Processes that wanted a core in the minute before: anything above 0 means that others computed too."""
+
+
+def facts() -> dict[str, Any]:
+    """The machine, the versions and the command, as far as figures depend on them."""
+    import torch
+
+    import kvwinnow
+
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "kvwinnow": kvwinnow.__version__,
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        "load_at_start": LOAD_AT_START,
+        "command": shlex.join(["python", _shown(sys.argv[0]), *(_shown(word) for word in sys.argv[1:])]),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _shown(word: str) -> str:
+    """A word of the command line without the folders of this machine."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], told: Any) -> None:
+    """Print the machine, a table whose first column is text and whose others are figures, and what to know about it."""
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
+    for row in rows:
+        table.add_row(*row)
+    console.print(", ".join(f"{name} {value}" for name, value in told.items() if name != "command"))
+    console.print(f"$ {told['command']}", soft_wrap=True)
+    console.print(table)
+    for note in notes:
+        console.print(note)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """The option ``--json FILE``."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and figures there too")
+
+
+def write_json(file: Path | None, content: Mapping[str, Any]) -> None:
+    """Write ``file`` as a whole or leave it as it was; nothing to do if it is None."""
+    if file is None:
+        return
+    text = json.dumps(content, indent=2) + "\n"
+    handle, draft = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(draft, file)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def progress(text: str) -> None:
+    """Say on the error stream what runs now."""
+    print(text, file=sys.stderr, flush=True)
