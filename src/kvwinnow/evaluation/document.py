@@ -11,7 +11,7 @@ from kvwinnow.errors import KvwinnowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Chapters of Python's own help, in reading order; they exist in every version, with small changes.
+# Chapters of Python's own help, in reading order; their texts differ a little from version to version.
 CHAPTERS = ("objects", "execmodel", "types", "customization", "import", "assignment")
 
 _SHORTEST_PARAGRAPH = 160  # characters; shorter ones are headings, signatures and items of lists

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Chosen once, for one property: under the full cache the small default model gives this answer with a clear margin,
-# wherever in the document the fact lies.
+# Chosen once among some dozen facts by the full cache's answers alone: at depths of 30, 45 and 60 per cent each token
+# of this answer's two words beats the next best by more than 3 in logits. Most others the small default model answers
+# with a narrow margin or not at all, whatever the cache.
 FACT = "The favourite dessert of the mayor of Harlow is rhubarb custard."
 QUESTION = "What is the favourite dessert of the mayor of Harlow?"
 EXPECTED = "rhubarb custard"

@@ -7,19 +7,17 @@ summed in a second pass over blocks of queries and keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from kvwinnow.ops.column_sums import column_sums, log_sum_exp
 from kvwinnow.ops.flash import flash, merge
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 from kvwinnow.statistics import NONE, Kind, Statistics
 
 SLOT_BLOCK = 1024
 """Slots decoded at once: quantised storage is never dequantised as a whole."""
-QUERY_BLOCK = 128
-KEY_BLOCK = 2048
 
 
 def attention(
@@ -102,14 +100,15 @@ def _prompt(
     count = slots.positions.shape[2]
     for start in range(0, count, SLOT_BLOCK):
         out, lse = merge((out, lse), _over_slots(q, slots, start, min(start + SLOT_BLOCK, count), scale))
+    observed = None
     if statistics.kind is Kind.MASS:
-        return out.to(q.dtype), _mass(q, chunk.positions, lse, slots, chunk, scale, aligned=True)
-    if statistics.kind is Kind.WINDOW and window is not None:
+        observed = column_sums(q, None, lse, slots, chunk, scale)
+    elif statistics.kind is Kind.WINDOW and window is not None:
         # The window's queries from earlier chunks have seen slots that are gone by now: their log-sum-exp over what
         # is left is taken anew.
-        lse = _log_sum_exp(window.queries, window.positions, slots, chunk, scale)
-        return out.to(q.dtype), _mass(window.queries, window.positions, lse, slots, chunk, scale, aligned=False)
-    return out.to(q.dtype), None
+        lse = log_sum_exp(window.queries, window.positions, slots, chunk, scale)
+        observed = column_sums(window.queries, window.positions, lse, slots, chunk, scale)
+    return out.to(q.dtype), observed
 
 
 def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,65 +123,3 @@ def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, scale: float) ->
     if shift is not None:
         lse = lse + shift.squeeze(-1) * scale
     return slots.values.restore(out).view(batch, heads, n, -1), lse.reshape(batch, heads, n)
-
-
-def _mass(
-    q: Tensor, positions: Tensor, lse: Tensor, slots: Slots, chunk: Chunk, scale: float, *, aligned: bool
-) -> Observed:
-    """Softmax weight each cached and new token receives, summed over the queries, given their log-sum-exp."""
-    batch, heads, total, _ = q.shape
-    kv_heads, count = slots.positions.shape[1:]
-    n = chunk.positions.shape[1]
-    sums = torch.zeros(batch, kv_heads, count + n, device=q.device)
-    # A query that sees nothing (padding) has log-sum-exp -inf; 0 in its place leaves its weights exp(-inf) = 0.
-    lse = lse.masked_fill(lse == -torch.inf, 0.0).view(batch, kv_heads, -1, total, 1)
-    for start in range(0, total, QUERY_BLOCK):
-        rows = slice(start, min(start + QUERY_BLOCK, total))
-        visible = rows.stop if aligned else n
-        for a, b, logits in _logits(q[:, :, rows], positions[:, rows], slots, chunk, scale, visible):
-            sums[:, :, a:b] += logits.sub_(lse[:, :, :, rows]).exp_().sum((2, 3))
-    sums /= heads // kv_heads
-    return Observed(sums[:, :, :count], sums[:, :, count:])
-
-
-def _log_sum_exp(q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, scale: float) -> Tensor:
-    """(B, Hq, m) float32, over the slots and the chunk; -inf for a query that sees nothing."""
-    batch, heads, total, _ = q.shape
-    lse = torch.full((batch, slots.positions.shape[1], heads // slots.positions.shape[1], total), -torch.inf)
-    lse = lse.to(q.device)
-    for _, _, logits in _logits(q, positions, slots, chunk, scale, chunk.positions.shape[1]):
-        lse = torch.logaddexp(lse, logits.logsumexp(-1))
-    return lse.view(batch, heads, total)
-
-
-def _logits(
-    q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, scale: float, visible: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Logits of q against blocks of the slots, then of the first ``visible`` tokens of the chunk.
-
-    Yields:
-        Start and end of the block, the chunk counted on from the slots, and (B, Hkv, G, m, block) float32, -inf where
-        a query does not see a key.
-    """
-    batch, heads, total, dim = q.shape
-    kv_heads, count = slots.positions.shape[1:]
-    grouped = q.reshape(batch, kv_heads, -1, dim)
-    seen_by = positions[:, None, None, :, None]
-
-    def block(queries: Tensor, keys: Tensor, shift: Tensor | None, where: Tensor) -> Tensor:
-        logits = queries @ keys.float().mT
-        logits = (logits if shift is None else logits + shift).mul_(scale)
-        logits = logits.view(batch, kv_heads, heads // kv_heads, total, -1)
-        where = where[:, :, None, None, :]
-        return logits.masked_fill_((where < 0) | (where > seen_by), -torch.inf)
-
-    if count:
-        queries, shift = slots.keys.query(grouped)
-        queries = queries.float()
-        for a in range(0, count, SLOT_BLOCK):
-            b = min(a + SLOT_BLOCK, count)
-            yield a, b, block(queries, slots.keys.read(a, b), shift, slots.positions[:, :, a:b])
-    queries = grouped.float()
-    for a in range(0, visible, KEY_BLOCK):
-        b = min(a + KEY_BLOCK, visible)
-        yield count + a, count + b, block(queries, chunk.keys[:, :, a:b], None, chunk.positions[:, None, a:b])
