@@ -41,7 +41,7 @@ def attention(
         window: the observing queries, for WINDOW.
 
     Returns:
-        The output (B, Hq, n, D) in q's dtype (zeros for padding), and the statistic; None for NONE.
+        The output (B, Hq, n, D) in q's dtype (zeros for the padding of a chunk), and the statistic; None for NONE.
     """
     if chunk is None:
         return _decode(q, slots, scale, statistics)

@@ -50,7 +50,7 @@ class Budgets:
         if isinstance(limit, str):
             self._current = self._current or (self._tokens_in(limit, new.batch),) * new.batch
             return self._current
-        if declared is None and seen.columns and not seen.decoded:
+        if declared is None and seen.columns and not seen.ended:
             raise PolicyError(
                 f"budget={limit} is a share of the prompt, and this prompt comes in chunks, so its length is unknown; "
                 "feed it inside `with cache.prompt(length=n):`, or give the budget in tokens"

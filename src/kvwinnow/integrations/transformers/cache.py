@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -187,7 +188,6 @@ class CompressedCache(Cache):
         budgets = self.budgets.resolve(phase, self._seen, new, self._totals(new.batch))
         device = ids.device if ids is not None else given["inputs_embeds"].device
         self._step = Step(phase, new.positions(self._seen, device), new.starts, after.tokens, budgets)
-        self._interrupted = True
         if decoding:
             self._warn_beyond_trained_length(max(after.tokens))
         yield
@@ -224,6 +224,7 @@ class CompressedCache(Cache):
         inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(inputs, Tensor):
             self._seen.check_continues(inputs)
+        self._seen = dataclasses.replace(self._seen, ended=True)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -235,6 +236,7 @@ class CompressedCache(Cache):
                 "this CompressedCache was made for another model; make one for each: CompressedCache(model, policy)"
             )
         layer = self._layers()[layer_idx]
+        self._interrupted = True  # until the call has come to its end
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             # Tensors made in inference mode could not be written to by a later call outside it.

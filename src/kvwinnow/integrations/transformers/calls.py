@@ -56,13 +56,13 @@ class Seen:
         columns: columns, padding included.
         tokens: for each row, tokens without padding; empty before the first call.
         digests: for each row, a running hash of its token ids; None once ids were not known (inputs_embeds).
-        decoded: whether a token has been decoded since the last prompt ended.
+        ended: whether the last prompt is known to be complete, since a token was decoded or ``generate`` called anew.
     """
 
     columns: int = 0
     tokens: tuple[int, ...] = ()
     digests: tuple[Any, ...] | None = ()
-    decoded: bool = False
+    ended: bool = False
 
     def row_tokens(self, batch: int) -> tuple[int, ...]:
         """``tokens``, with zeros before the first call."""
@@ -189,6 +189,12 @@ def _starts(mask: Any, seen: Seen, batch: int, columns: int) -> tuple[int, ...]:
         raise KvwinnowError(
             f"the attention_mask has shape {tuple(mask.shape)} and must cover the {seen.columns} columns the cache has "
             f"seen and the {columns} new ones: ({batch}, {total})"
+        )
+    cached = tuple(mask[:, : seen.columns].to(torch.bool).sum(1).tolist())
+    if cached != seen.row_tokens(batch):
+        raise CacheStateError(
+            f"the attention_mask shows {list(cached)} of each row's cached tokens, which are {list(seen.tokens)}; a cached "
+            "token can be evicted but not hidden, so begin with the mask that the prompt was given with"
         )
     visible = mask[:, -columns:].to("cpu", torch.bool)
     starts = columns - visible.sum(1)
