@@ -18,7 +18,7 @@ def test_a_mask_that_hides_cached_tokens_is_refused() -> None:
     mask[0, 5] = 0
     with torch.no_grad():
         model(IDS, past_key_values=cache)
-        with pytest.raises(KvwinnowError, match=r"shows \[39\] .*holds \[40\].*not hidden"):
+        with pytest.raises(KvwinnowError, match=r"shows \[39\] .*which are \[40\].*not hidden"):
             model(IDS[:, :10], past_key_values=cache, attention_mask=mask)
         mask[0, 5] = 1
         model(IDS[:, :10], past_key_values=cache, attention_mask=mask)

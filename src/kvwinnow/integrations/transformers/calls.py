@@ -193,7 +193,7 @@ def _starts(mask: Any, seen: Seen, batch: int, columns: int) -> tuple[int, ...]:
     cached = tuple(mask[:, : seen.columns].to(torch.bool).sum(1).tolist())
     if cached != seen.row_tokens(batch):
         raise CacheStateError(
-            f"the attention_mask shows {list(cached)} cached tokens per row, and the cache holds {list(seen.tokens)}; a "
+            f"the attention_mask shows {list(cached)} of the tokens seen per row, which are {list(seen.tokens)}; a "
             "cached token can be evicted but not hidden, so begin with the mask that the prompt was given with"
         )
     visible = mask[:, -columns:].to("cpu", torch.bool)
