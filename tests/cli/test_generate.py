@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvwinnow.integrations.loading import load
-from tests.cli.conftest import Ran, program
+from tests.cli.conftest import TRAINED, Ran, program
 
 NEW = 12
 
@@ -26,7 +28,7 @@ def plain(folder: Path, prompt: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7, 1000])
+@pytest.mark.parametrize("chunk", [None, 1, 7, 1000, 1 << 63])
 def test_text_of_the_uncompressed_model(run: Callable[..., Ran], tiny_folder: Path, chunk: int | None) -> None:
     chunks = [] if chunk is None else ["--prefill-chunk", chunk]
     ran = run("generate", tiny_folder, "Why is the sky blue?", "--policy", "full", "--max-new-tokens", NEW, *chunks)
@@ -38,6 +40,26 @@ def test_the_file_comes_before_the_question(run: Callable[..., Ran], tiny_folder
     (tmp_path / "report.txt").write_bytes(b"\xef\xbb\xbfWe met.\nWe left.\n")
     ran = run("generate", tiny_folder, "Why?", "--prompt-file", tmp_path / "report.txt", "--max-new-tokens", NEW)
     assert ran.out == plain(tiny_folder, "We met.\nWe left.\n\nWhy?") + "\n"
+
+
+def test_the_file_may_lie_in_the_home_folder(
+    run: Callable[..., Ran], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "report.txt").write_text("We met.")
+    ran = run("generate", tiny_folder, "Why?", "--prompt-file", "~/report.txt", "--max-new-tokens", NEW)
+    assert ran.out == plain(tiny_folder, "We met.\n\nWhy?") + "\n"
+
+
+def test_a_scaled_model_takes_its_whole_length(run: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "scaled")
+    config = json.loads((tiny_folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config))
+    args = ("generate", tmp_path / "scaled", "--policy", "streamingllm:budget=64", "--max-new-tokens", 2)
+    assert run(*args, "x" * (2 * TRAINED - 2)).code == 0
+    assert f"serves {2 * TRAINED:,}" in run(*args, "x" * (2 * TRAINED - 1)).complaint()
 
 
 def test_the_file_may_be_stdin(tiny_folder: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,6 +20,9 @@ from kvwinnow.errors import KvwinnowError
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+
+# What click returns for a reader of stdout that stopped early.
+_READER_GONE = 1
 
 _OUT_OF_MEMORY = (
     "out of memory; take a smaller budget or a smaller --kv-dtype, feed the prompt in pieces with --prefill-chunk, or "
@@ -59,16 +65,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, what the command says (``demo``: 1 if an answer is wrong), 2 for bad input or too little
         memory, 130 if interrupted. Whatever ends the program early is told in one sentence on stderr.
     """
+    if sys.stderr is None:  # closed by the caller; whoever writes there must not fall back to stdout
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        return _complain("stdout is closed, so there is nowhere to write to; redirect it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that the encoding may not have
     try:
         result = typer.main.get_command(app).main(
             list(sys.argv[1:] if argv is None else argv), prog_name="kvwinnow", standalone_mode=False
         )
+        sys.stdout.flush()
     except typer.TyperException as error:
         return _complain(f"{_one_line(error.format_message())} (see kvwinnow --help)")
     except KvwinnowError as error:
         return _complain(_one_line(str(error)))
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
+    except BrokenPipeError:
+        _discard_rest()
+        return _READER_GONE
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        _discard_rest()
+        return _complain(
+            f"the output cannot be written: {error.strerror}; send stdout and stderr to where there is room"
+        )
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -79,8 +102,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(sentence: str, code: int = BAD_INPUT) -> int:
-    print(f"kvwinnow: {sentence}", file=sys.stderr)
+    try:
+        print(f"kvwinnow: {sentence}", file=sys.stderr, flush=True)
+    except OSError:  # stderr itself cannot be written; the code still tells
+        _discard_rest()
     return code
+
+
+def _discard_rest() -> None:
+    """Lets what a stream still holds and cannot write go nowhere, or Python complains about it at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _one_line(text: str) -> str:

@@ -42,6 +42,8 @@ def generate(
 ) -> None:
     """Answer a question about a text, greedily, with a compressed KV cache."""
     model_name, question = _model_and_question(model, question)
+    _check_characters("question", question)
+    _check_characters("system message", system or "")
     text = None if prompt_file is None else _read(prompt_file)
     with stages() as show:
         show("loading torch and transformers")
@@ -79,11 +81,24 @@ def _model_and_question(first: str | None, second: str | None) -> tuple[str | No
     return model, question
 
 
+def _check_characters(what: str, text: str) -> None:
+    """Bytes of the command line that are no text in its encoding arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KvwinnowError(
+            f"character {error.start + 1} of the {what} is {text[error.start]!r}, which UTF-8 does not have: a byte "
+            "that is no text in this terminal's encoding; write it in UTF-8"
+        ) from error
+
+
 def _read(name: str) -> str:
     """The text of a prompt file, in UTF-8; a byte order mark is dropped."""
     shown = "stdin" if name == STDIN else f"prompt file {name!r}"
+    if name == STDIN and sys.stdin is None:
+        raise KvwinnowError("stdin is closed, so --prompt-file - reads nothing; pipe the text in, or name a file")
     try:
-        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        data = sys.stdin.buffer.read() if name == STDIN else Path(os.path.expanduser(name)).read_bytes()
         text = data.decode("utf-8").removeprefix("\ufeff")
     except FileNotFoundError as error:
         raise KvwinnowError(f"{shown} does not exist; check the path, or give - to read stdin") from error
@@ -95,17 +110,21 @@ def _read(name: str) -> str:
         raise KvwinnowError(
             f"{shown} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert it to UTF-8 first"
         ) from error
+    except ValueError as error:  # of the path: a NUL, or a character that no file name has here
+        raise KvwinnowError(f"{shown} is no path ({error}); name a text file") from error
     if not text.strip():
         raise KvwinnowError(f"{shown} is empty; put the text to ask about into it, or leave --prompt-file out")
     return text.strip()
 
 
 def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
-    trained = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(trained, int) and prompt + new > trained:
+    from kvwinnow.integrations.transformers.structure import trained_length
+
+    trained = trained_length(model.config)
+    if trained is not None and prompt + new > trained:
         raise KvwinnowError(
             f"the prompt has {prompt:,} tokens and --max-new-tokens asks for {new:,}, {prompt + new:,} together; the "
-            f"model was trained to {trained:,} (max_position_embeddings); shorten the prompt or lower --max-new-tokens"
+            f"model serves {trained:,} positions; shorten the prompt or lower --max-new-tokens"
         )
 
 

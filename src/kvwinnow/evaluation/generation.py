@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from kvwinnow.errors import KvwinnowError
+from kvwinnow.integrations.loading import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,13 +53,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, user: str, *, system: str | None 
     """(1, n) token ids of a user's message in the tokenizer's chat template, or of the plain text if it has none.
 
     Raises:
-        KvwinnowError: the message has no tokens, or a system message is given and there is no template for it.
+        KvwinnowError: the message has no tokens, a system message is given and there is no template for it, or the
+            template raises an error.
     """
     template: Any = tokenizer
     if template.chat_template:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": user})
-        ids = template.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            ids = template.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program: besides what jinja2 raises, anything
+            way_out = "correct the template" if system is None else "leave the system message out, or correct it"
+            raise KvwinnowError(
+                f"the chat template of this model's tokenizer fails: {reason(error)}; {way_out} (chat_template.jinja "
+                "or tokenizer_config.json beside the weights)"
+            ) from error
     elif system is not None:
         raise KvwinnowError(
             "this model's tokenizer has no chat template, so a system message has no place; leave it out"
@@ -93,7 +104,11 @@ def answer(
         max_new_tokens: 1 or more.
         prefill_chunk: feed the prompt in pieces of at most this many tokens; None: in one piece.
         on_text: called with each piece of text as soon as it is final.
+
+    Raises:
+        KvwinnowError: a token of the prompt is none of the model's.
     """
+    _check_tokens(model, ids)
     text: Any = _Text(tokenizer, on_text)
     ids = ids.to(model.device)
     start = time.perf_counter()
@@ -112,6 +127,15 @@ def answer(
     )
 
 
+def _check_tokens(model: Any, ids: Tensor) -> None:
+    known, largest = int(model.get_input_embeddings().num_embeddings), int(ids.max())
+    if largest >= known:
+        raise KvwinnowError(
+            f"the prompt has token id {largest}, and the model's embedding table ends at {known - 1}; this tokenizer "
+            "is another model's: put the right one beside the weights"
+        )
+
+
 def _tokens(
     model: PreTrainedModel, cache: CompressedCache, ids: Tensor, ends: set[int], limit: int, chunk: int | None
 ) -> Iterator[int]:
@@ -125,8 +149,9 @@ def _tokens(
 
 
 def _prefill(model: PreTrainedModel, cache: CompressedCache, ids: Tensor, chunk: int | None) -> Tensor:
-    with cache.prompt(length=ids.shape[1]):
-        for piece in torch.split(ids, chunk or ids.shape[1], dim=1):
+    length = ids.shape[1]
+    with cache.prompt(length=length):
+        for piece in torch.split(ids, min(chunk or length, length), dim=1):
             logits = _forward(model, cache, piece)
     return logits
 

@@ -88,7 +88,7 @@ def _config(source: str) -> PreTrainedConfig:
                 f"model {source!r} is neither a folder nor in the Hugging Face cache of this machine; kvwinnow "
                 f"downloads nothing: fetch it first with `hf download {source}`"
             ) from error
-        raise KvwinnowError(f"the config.json of model {source!r} cannot be used: {_reason(error)}") from error
+        raise KvwinnowError(f"the config.json of model {source!r} cannot be used: {reason(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise KvwinnowError(
             f"model {source!r} is of type {config.model_type!r}, which generates no text; name a decoder model"
@@ -105,7 +105,7 @@ def _model(source: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrai
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise KvwinnowError(f"the weights of model {source!r} cannot be read: {_reason(error)}") from error
+        raise KvwinnowError(f"the weights of model {source!r} cannot be read: {reason(error)}") from error
     # transformers would fill these with random numbers and only warn.
     missing = sorted(info["missing_keys"])
     if missing:
@@ -128,7 +128,7 @@ def _tokenizer(source: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first sentence of somebody else's message, which may run over many lines."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")
