@@ -54,10 +54,10 @@ def test_mean_and_rotation_leave_the_products_as_they_were(dim: int, centre: boo
 
 
 def test_the_mean_is_that_of_the_first_tokens_without_padding() -> None:
-    vectors, keys = stored(64), torch.randn(2, 3, 10, 64)
-    vectors.freeze_mean(keys, [0, 10])
+    vectors, keys = stored(64), torch.randn(2, 3, 40, 64)
+    vectors.freeze_mean(keys, [0, 40])
     assert vectors.frozen == [True, False]
-    further = torch.randn(2, 3, 6, 64)
+    further = torch.randn(2, 3, 36, 64)
     vectors.freeze_mean(further, [0, 2])
     assert vectors.frozen == [True, True]
     assert vectors.mean is not None

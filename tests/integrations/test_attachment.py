@@ -329,14 +329,6 @@ def test_the_decoder_may_be_called_directly() -> None:
     assert torch.allclose(torch.cat([first, second], dim=1), expected, atol=1e-4)
 
 
-def test_a_decoder_without_a_head_takes_a_cache() -> None:
-    decoder, ids = tiny_model().base_model, tiny_tokens(20)[0]
-    cache = CompressedCache(decoder, "full")
-    with torch.no_grad():
-        out = decoder(ids, **{CACHE: cache}).last_hidden_state
-        assert torch.allclose(out, decoder(ids).last_hidden_state, atol=1e-4)
-
-
 def test_hidden_states_are_returned_as_ever() -> None:
     model, ids = tiny_model(), tiny_tokens(20)[0]
     cache = CompressedCache(model, "full")

@@ -95,7 +95,7 @@ class LayerCache:
         positions = torch.full(shape[:3], -1, dtype=torch.int32, device=k.device)
         self.slots = ops.Slots(keys, values, positions)
         if self.policy.statistics(Phase.DECODE).kind is Kind.MASS:
-            self.mass = torch.zeros(shape[:3], device=k.device)
+            self.mass = torch.zeros(shape[:3], dtype=torch.float32, device=k.device)
         self.kept = [0] * batch
         return self.slots
 

@@ -27,6 +27,6 @@ def parse_codec(dtype: str | torch.dtype | Codec) -> Codec:
         return dtype
     if isinstance(dtype, torch.dtype):
         if dtype not in _OF_TORCH:
-            raise CodecError(f"dtype {dtype} is not one the cache stores; known are {', '.join(CODECS)}")
+            raise CodecError(f"dtype {dtype} is not one the cache stores; give dtype= one of {', '.join(CODECS)}")
         return _OF_TORCH[dtype]()
     return parse_spec(dtype, CODECS, kind="dtype", error=CodecError)

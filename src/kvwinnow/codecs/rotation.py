@@ -15,7 +15,7 @@ from torch import Tensor
 @functools.lru_cache(maxsize=32)
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """(size, size) float32, symmetric and orthonormal (Sylvester's construction); ``size`` is a power of two."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return matrix.div(size**0.5)

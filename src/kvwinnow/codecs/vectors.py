@@ -12,6 +12,8 @@ from kvwinnow.codecs.rotation import rotate
 
 MEAN_TOKENS = 256
 """The mean vector of centred keys is taken over at most this many of a row's first tokens."""
+MEAN_LEAST = 32
+"""With fewer first tokens the mean is 0: theirs would be that of the sinks, and worse than none."""
 
 
 @dataclass
@@ -58,7 +60,9 @@ class Vectors:
             torch.zeros(batch, heads, slots - exact, part.width, dtype=part.dtype, device=device)
             for part in codec.layout(dim)
         )
-        mean = torch.zeros(batch, heads, dim, device=device) if centred and codec.centres else None
+        mean = None
+        if centred and codec.centres:
+            mean = torch.zeros(batch, heads, dim, dtype=torch.float32, device=device)
         storage = torch.zeros(batch, heads, exact, dim, dtype=dtype, device=device)
         return cls(codec, storage, parts, mean, [mean is None] * batch)
 
@@ -82,8 +86,9 @@ class Vectors:
         """
         for row, start in enumerate(starts):
             if not self.frozen[row] and self.mean is not None and start < x.shape[2]:
-                self.mean[row] = x[row, :, start : start + MEAN_TOKENS].float().mean(1)
                 self.frozen[row] = True
+                if x.shape[2] - start >= MEAN_LEAST:
+                    self.mean[row] = x[row, :, start : start + MEAN_TOKENS].float().mean(1)
 
     def store(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Bring vectors into stored space.

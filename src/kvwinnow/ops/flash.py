@@ -46,7 +46,7 @@ def _blockwise(
     group = heads // kv_heads
     keys, values = k.float().mT, v.float()
     out = q.new_empty(batch, heads, n, v.shape[-1])
-    lse = torch.empty(batch, heads, n, device=q.device)
+    lse = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
     for start in range(0, n, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, n)
         rows = q[:, :, start:stop].float().reshape(batch, kv_heads, group * (stop - start), dim)

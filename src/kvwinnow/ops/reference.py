@@ -16,6 +16,8 @@ from kvwinnow.ops.flash import flash, merge
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 from kvwinnow.statistics import NONE, Kind, Statistics
 
+LOWEST = torch.finfo(torch.float32).min
+"""Logit of an empty slot in decode: unlike -inf it leaves a row that holds nothing at all a finite output."""
 SLOT_BLOCK = 1024
 """Slots decoded at once: quantised storage is never dequantised as a whole."""
 
@@ -60,7 +62,7 @@ def _decode(q: Tensor, slots: Slots, scale: float, statistics: Statistics) -> tu
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
     if shift is not None:
         logits += shift
-    weights = logits.mul_(scale).masked_fill_((slots.positions < 0).unsqueeze(2), -torch.inf).softmax(-1)
+    weights = logits.mul_(scale).masked_fill_((slots.positions < 0).unsqueeze(2), LOWEST).softmax(-1)
     out = functools.reduce(torch.add, (weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks))
     observed = None
     if statistics.kind is not Kind.NONE:

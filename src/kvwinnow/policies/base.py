@@ -152,6 +152,8 @@ class Budgeted(Policy):
     budget: Budget = 1024
 
     def __post_init__(self) -> None:
+        if hasattr(self.budget, "item"):  # a number of numpy's or torch's
+            object.__setattr__(self, "budget", self.budget.item())
         check_budget(self.budget)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

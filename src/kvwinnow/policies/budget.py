@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from kvwinnow.errors import PolicyError
 
@@ -33,7 +34,7 @@ def parse_size(text: str) -> int:
     unit = match and {u.lower(): u for u in _UNITS}.get(match[2].lower())
     if not match or not unit:
         raise PolicyError(f"budget={text!r} is not a size in bytes; write a number and one of {', '.join(_UNITS)}")
-    size = int(float(match[1]) * _UNITS[unit])
+    size = int(Decimal(match[1]) * _UNITS[unit])
     if size < 1:
         raise PolicyError(f"budget={text!r} is no memory at all; give at least 1B")
     return size

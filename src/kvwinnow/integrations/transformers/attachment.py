@@ -60,15 +60,32 @@ _arrangements: dict[int, _Arrangement] = {}
 """By id of the config, which decoder, attention modules and mask functions share; an entry lives as long as a call."""
 
 
+@dataclass
+class _Wrapper:
+    """What is known of one of our wrappers.
+
+    Attributes:
+        module: the object it was put on; a deep copy of the model carries it too, but is another.
+        earlier: what stood in its place, another library's wrapper; None: the class's own method.
+        caches: how many living caches need it.
+    """
+
+    module: weakref.ref[nn.Module]
+    earlier: Any
+    caches: int = 0
+
+
+_wrappers: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapper] = weakref.WeakKeyDictionary()
+"""By the wrapping function itself: attributes of functions are copied by whoever wraps them."""
+
+
 def attach(cache: CompressedCache, model: PreTrainedModel, decoder: nn.Module) -> None:
     """Wrap ``model`` for as long as ``cache`` or another cache of it lives."""
-    wrapped: list[tuple[nn.Module, str, Callable[..., Any]]] = [(decoder, "forward", _forward)]
-    if hasattr(type(model), "generate"):
-        wrapped.append((model, "generate", _generate))
-    for module, name, around in wrapped:
+    for module, name, around in ((decoder, "forward", _forward), (model, "generate", _generate)):
         with _lock:
-            _wrap(module, name, around)
-        weakref.finalize(cache, _unwrap, weakref.ref(module), name)
+            method = _wrap(module, name, around)
+            _wrappers[method].caches += 1
+        weakref.finalize(cache, _unwrap, weakref.ref(method), name)
 
 
 def hand_over(attend: Attend) -> None:
@@ -84,39 +101,44 @@ def running() -> CompressedCache | None:
 # -- wrappers --------------------------------------------------------------------------------------
 
 
-def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> None:
-    """Have ``around(original, module, *args, **kwargs)`` answer calls of one method of one object."""
-    earlier: Any = module.__dict__.get(name)  # our own wrapper, or another library's on the same object
-    if hasattr(earlier, "kvwinnow_caches"):
-        if earlier.kvwinnow_module() is module:
-            earlier.__func__.kvwinnow_caches += 1
-            return
-        earlier = None  # ``module`` is a deep copy, and this the wrapper that counts the caches of its original
+def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Have ``around(original, module, *args, **kwargs)`` answer calls of one method of one object.
+
+    Returns:
+        The wrapping function, a key of ``_wrappers``; it may have been there already.
+    """
+    earlier: Any = module.__dict__.get(name)
+    function: Any = getattr(earlier, "__func__", None)
+    if function in _wrappers:
+        if _wrappers[function].module() is module:
+            return function  # type: ignore[no-any-return]
+        earlier = None  # ``module`` is a deep copy, and this the wrapper of its original
 
     @functools.wraps(getattr(type(module), name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = earlier or types.MethodType(getattr(type(self), name), self)
         return around(original, self, *args, **kwargs)
 
-    method.kvwinnow_caches = 1  # type: ignore[attr-defined]
-    method.kvwinnow_module = weakref.ref(module)  # type: ignore[attr-defined]
-    method.kvwinnow_earlier = earlier  # type: ignore[attr-defined]
+    _wrappers[method] = _Wrapper(weakref.ref(module), earlier)
     # A bound method, so that a deep copy of the model binds its own.
     setattr(module, name, types.MethodType(method, module))
+    return method
 
 
-def _unwrap(reference: weakref.ref[nn.Module], name: str) -> None:
-    """One cache less needs the wrapper; take it off with the last one."""
-    module = reference()
+def _unwrap(reference: weakref.ref[Callable[..., Any]], name: str) -> None:
+    """One cache less needs the wrapper; take it off with the last one, unless another library wrapped it in turn."""
+    method = reference()
     with _lock:
-        method: Any = getattr(module and module.__dict__.get(name), "__func__", None)
-        if module is None or not hasattr(method, "kvwinnow_caches") or method.kvwinnow_module() is not module:
+        if method is None or method not in _wrappers:
             return
-        method.kvwinnow_caches -= 1
-        if method.kvwinnow_caches == 0:
+        wrapper = _wrappers[method]
+        wrapper.caches -= 1
+        module = wrapper.module()
+        placed: Any = None if module is None else module.__dict__.get(name)
+        if module is not None and wrapper.caches == 0 and getattr(placed, "__func__", None) is method:
             delattr(module, name)
-            if method.kvwinnow_earlier is not None:
-                setattr(module, name, method.kvwinnow_earlier)
+            if wrapper.earlier is not None:
+                setattr(module, name, wrapper.earlier)
 
 
 def _cache_in(*values: Any) -> CompressedCache | None:
@@ -134,6 +156,8 @@ def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwa
             return original(*args, **kwargs)
         finally:
             _running.reset(token)
+    if _running.get() is cache:  # the wrapper of an earlier cache, inside another library's, inside ours
+        return original(*args, **kwargs)
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     with cache.call(decoder, given), _arranged(decoder.config):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
+
 from kvwinnow.cache.layer import LayerShape, layer_nbytes, slots_for
 from kvwinnow.codecs import Codec
 from kvwinnow.errors import PolicyError
@@ -26,6 +30,10 @@ class Budgets:
     def reset(self) -> None:
         """Forget what was resolved."""
         self._current: tuple[int, ...] | None = None
+
+    def model_dtype(self, dtype: torch.dtype) -> None:
+        """Have unquantised slots counted in the model's present dtype."""
+        self.shape = dataclasses.replace(self.shape, dtype=dtype)
 
     def resolve(
         self, phase: Phase, seen: Seen, new: NewTokens, declared: tuple[int, ...] | None
@@ -57,7 +65,8 @@ class Budgets:
             )
         totals = declared or tuple(old + n for old, n in zip(seen.row_tokens(new.batch), new.tokens, strict=True))
         least = self.policy.minimum()
-        shares = (max(least, int(total * limit)) for total in totals)
+        # A hair more, so that 0.29 of 100 is 29 in spite of the float.
+        shares = (max(least, int(total * limit + 1e-9)) for total in totals)
         self._current = tuple(
             max(old, share) for old, share in zip(self._current or (0,) * new.batch, shares, strict=True)
         )

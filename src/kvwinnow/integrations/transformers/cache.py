@@ -20,7 +20,7 @@ from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError
 from kvwinnow.integrations.transformers import attachment
 from kvwinnow.integrations.transformers.budgets import Budgets
-from kvwinnow.integrations.transformers.calls import Seen, check_call, check_generation_mode, check_trained_length
+from kvwinnow.integrations.transformers.calls import Seen, check_call, check_generation, check_trained_length
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.structure import inspect_model
 from kvwinnow.policies import Phase, Policy, parse
@@ -130,7 +130,13 @@ class CompressedCache(Cache):
         )
 
     def reset(self) -> None:
-        """Forget everything and give the memory back; the next prompt is as if it were the first."""
+        """Forget everything and give the memory back; the next prompt is as if it were the first.
+
+        Raises:
+            CacheStateError: inside ``with cache.prompt(...)``, whose prompt would lose its beginning.
+        """
+        if self._declared is not None:
+            raise CacheStateError("reset() inside `with cache.prompt(...)` loses the prompt's start; call it before")
         for layer in self._layers():
             layer.reset()
         self.budgets.reset()
@@ -138,16 +144,18 @@ class CompressedCache(Cache):
         self._step, self._declared, self._interrupted = None, None, False
 
     @contextlib.contextmanager
-    def prompt(self, length: int | Sequence[int]) -> Iterator[CompressedCache]:
+    def prompt(self, length: int | Sequence[int] | Tensor) -> Iterator[CompressedCache]:
         """Declare that the calls inside feed one prompt in chunks, be they of one token.
 
         Args:
-            length: tokens of the whole prompt without padding; for a padded batch one number per row.
+            length: tokens of the whole prompt without padding; for a padded batch one number per row, such as
+                ``attention_mask.sum(1)``.
 
         Raises:
             KvwinnowError: no positive numbers, or in the end not the number of tokens that was fed.
         """
-        lengths = tuple(length) if isinstance(length, Sequence) else (length,)
+        given = length.tolist() if isinstance(length, Tensor) else length
+        lengths = tuple(given) if isinstance(given, Sequence) else (given,)
         if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
             raise KvwinnowError(f"prompt(length={length!r}) must be the prompt's number of tokens, 1 or more, per row")
         if self._declared is not None:
@@ -185,6 +193,8 @@ class CompressedCache(Cache):
         decoding = new.columns == 1 and self._declared is None and self._seen.columns > 0
         phase = Phase.DECODE if decoding else Phase.PROMPT
         after = self._seen.after(new, ids, decoding=decoding)
+        if not self._seen.columns:
+            self.budgets.model_dtype(self._dtype())
         budgets = self.budgets.resolve(phase, self._seen, new, self._totals(new.batch))
         device = ids.device if ids is not None else given["inputs_embeds"].device
         self._step = Step(phase, new.positions(self._seen, device), new.starts, after.tokens, budgets)
@@ -195,6 +205,12 @@ class CompressedCache(Cache):
         if any(layer.slots is None for layer in self._layers()):
             raise CacheStateError("the model did not pass all its layers through the cache; is use_cache=False set?")
         self._seen, self._step, self._interrupted = after, None, False
+
+    def _dtype(self) -> torch.dtype:
+        """The model's dtype now: it may have been moved to another since the cache was made."""
+        model = self._model()
+        assert model is not None, "a call of the model's decoder keeps the model alive"
+        return model.dtype
 
     def _per_row(self, lengths: tuple[int, ...], batch: int) -> tuple[int, ...]:
         return lengths * batch if len(lengths) == 1 else lengths
@@ -220,8 +236,10 @@ class CompressedCache(Cache):
         """Refuse at the start of ``generate`` what would fail later, or go wrong in silence."""
         if model is not self._model():
             self._refuse_model(model)
-        check_generation_mode(model, args, kwargs)
+        check_generation(model, args, kwargs, share=isinstance(self.policy.limit, float))
         inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if self._declared is not None:
+            raise CacheStateError("generate is no part of a prompt; call it after the `with cache.prompt(...)` block")
         if isinstance(inputs, Tensor):
             self._seen.check_continues(inputs)
         self._seen = dataclasses.replace(self._seen, ended=True)
@@ -240,11 +258,16 @@ class CompressedCache(Cache):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             # Tensors made in inference mode could not be written to by a later call outside it.
-            with torch.inference_mode(False), torch.no_grad():
+            # Under autocast, float32 products would silently be taken in 16 bits.
+            plain = torch.autocast(q.device.type, enabled=False)
+            with torch.inference_mode(False), torch.no_grad(), plain:
                 return layer.attend(q, k, v, step, scale)
 
         attachment.hand_over(attend)
         return key_states, value_states
+
+    def __reduce__(self) -> NoReturn:
+        raise CacheStateError("a CompressedCache belongs to its model and cannot be pickled; use copy.deepcopy(cache)")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         model = self._model()

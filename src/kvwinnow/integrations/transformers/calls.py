@@ -97,7 +97,12 @@ class Seen:
         same = all(
             _hashed(row, None).digest() == digest.digest() for row, digest in zip(begun, self.digests, strict=True)
         )
-        if ids.shape[1] <= self.columns or not same:
+        if same and ids.shape[1] == self.columns:
+            raise CacheStateError(
+                f"this cache has seen all {self.columns} tokens given; add at least one to go on, or call "
+                "cache.reset() to begin anew"
+            )
+        if ids.shape[1] < self.columns or not same:
             raise CacheStateError(
                 f"this cache holds a prompt of {self.columns} tokens that the {ids.shape[1]} given ones do not begin "
                 "with; call cache.reset() before another prompt, or give the whole conversation to continue it"
@@ -198,7 +203,7 @@ def _starts(mask: Any, seen: Seen, batch: int, columns: int) -> tuple[int, ...]:
         )
     visible = mask[:, -columns:].to("cpu", torch.bool)
     starts = columns - visible.sum(1)
-    if not torch.equal(visible, torch.arange(columns) >= starts.unsqueeze(1)):
+    if not torch.equal(visible, torch.arange(columns, device="cpu") >= starts.unsqueeze(1)):
         raise KvwinnowError(
             "the attention_mask hides tokens after the first visible one of a row; pad on the left "
             "(tokenizer.padding_side = 'left')"
@@ -215,7 +220,7 @@ def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
         if start == new.columns:
             continue
         first = int(row[start])
-        if not torch.equal(row[start:], torch.arange(first, first + new.columns - start)):
+        if not torch.equal(row[start:], torch.arange(first, first + new.columns - start, device="cpu")):
             raise KvwinnowError("the position_ids of a row's new tokens must count up by one; leave them out if unsure")
         if seen.columns and first not in (tokens, seen.columns + start):
             raise CacheStateError(
@@ -224,11 +229,18 @@ def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
             )
 
 
-def check_generation_mode(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_generation(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, share: bool) -> None:
     """Refuse ways to generate that the cache does not serve, before the prompt is computed.
 
+    Args:
+        model: the model.
+        args: positional arguments of ``generate``.
+        kwargs: its keyword arguments.
+        share: whether the budget is a share of the prompt.
+
     Raises:
-        KvwinnowError: beam search, assisted generation, contrastive search and their like.
+        KvwinnowError: beam search, assisted generation, contrastive search and their like; a share of a prompt that
+            ``generate`` would cut into chunks.
     """
     given = args[1] if len(args) > 1 else kwargs.get("generation_config")
     config: Any = copy.deepcopy(model.generation_config or GenerationConfig())  # type: ignore[no-untyped-call]
@@ -236,6 +248,11 @@ def check_generation_mode(model: PreTrainedModel, args: tuple[Any, ...], kwargs:
     for name, value in {**changes, **kwargs}.items():
         if hasattr(config, name) and value is not None:
             setattr(config, name, value)
+    if share and config.prefill_chunk_size is not None:
+        raise KvwinnowError(
+            f"prefill_chunk_size={config.prefill_chunk_size} cuts the prompt into chunks, and the budget is a share "
+            "of a prompt whose length no chunk knows; give the budget in tokens, or leave prefill_chunk_size out"
+        )
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise KvwinnowError(
