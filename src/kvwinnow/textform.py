@@ -37,7 +37,8 @@ def parse_spec(text: str, registry: Mapping[str, type[T]], *, kind: str, error: 
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise error(f"{kind} {name} has no parameter {key!r}; {takes}")
+            named = f"as in {name}:{known[0]}={key}" if known and "=" not in part else "check its name"
+            raise error(f"{kind} {name} has no parameter {key!r}; {takes}, {named}")
         if not value:
             raise error(f"{kind} {name}: {part!r} has no value; write {key}=VALUE")
         if key in values:

@@ -55,6 +55,11 @@ def generate(
         from kvwinnow.policies import parse
 
         # Before the model is loaded, which takes time.
+        if kv_dtype is not None and (k_dtype is not None or v_dtype is not None):
+            raise KvwinnowError(
+                f"--kv-dtype {kv_dtype} names both dtypes, and {k_dtype or v_dtype} is beside it; give it alone, or "
+                "--k-dtype and --v-dtype"
+            )
         chosen = parse(policy)
         for dtype in filter(None, (kv_dtype, k_dtype, v_dtype)):
             parse_codec(dtype)

@@ -33,7 +33,10 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = match and {u.lower(): u for u in _UNITS}.get(match[2].lower())
     if not match or not unit:
-        raise PolicyError(f"budget={text!r} is not a size in bytes; write a number and one of {', '.join(_UNITS)}")
+        raise PolicyError(
+            f"budget={text!r} is not a size in bytes; write a number and one of {', '.join(_UNITS)}, or tokens without "
+            "quotes"
+        )
     size = int(Decimal(match[1]) * _UNITS[unit])
     if size < 1:
         raise PolicyError(f"budget={text!r} is no memory at all; give at least 1B")

@@ -88,7 +88,8 @@ class Budgets:
         if needed > limit:
             raise PolicyError(
                 f"budget={size!r} ({limit:,} bytes) is too small: {self.policy.name} keeps at least {least} tokens per "
-                f"KV head, which take {needed:,} bytes in this model with {batch} row(s); give at least that"
+                f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and a "
+                "window of queries included; give at least that"
             )
         low, high = least, least + limit  # no token takes less than a byte
         while low < high:
