@@ -25,8 +25,12 @@ def allocation(tokens: int, bound: int | None) -> int:
 
 def slots_for(tokens: int, bound: int | None, codecs: tuple[Codec, Codec], exact: int) -> int:
     """Slots a layer allocates for a prompt that leaves ``tokens`` tokens; the unquantised ones at least."""
-    least = exact if any(codec.quantises for codec in codecs) else 0
-    return max(least, allocation(tokens, bound))
+    return max(least_slots(codecs, exact), allocation(tokens, bound))
+
+
+def least_slots(codecs: tuple[Codec, Codec], exact: int) -> int:
+    """Slots that a layer always has: the unquantised ones, where a codec quantises the others."""
+    return exact if any(codec.quantises for codec in codecs) else 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ class LayerCache:
             self.mass.flatten(0, 1)[rows, places] = mass.flatten(0, 1)[rows, columns]
 
     def _least(self) -> int:
-        return self.exact if self.k_codec.quantises or self.v_codec.quantises else 0
+        return least_slots((self.k_codec, self.v_codec), self.exact)
 
     def _bound(self, step: Step) -> int | None:
         budgets = [budget for budget in step.budgets if budget is not None]
