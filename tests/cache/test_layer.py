@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvwinnow.cache import LayerCache, Step
-from kvwinnow.cache.layer import GROWTH, LayerShape, allocation, layer_nbytes, slots_for
+from kvwinnow.cache.memory import GROWTH, LayerShape, allocation, layer_nbytes, slots_for
 from kvwinnow.codecs import parse_codec
 from kvwinnow.policies import Phase, parse
 from tests.running import EVICTING, FULL_WIDTH, ROLLING

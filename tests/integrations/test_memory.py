@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow import CompressedCache
-from kvwinnow.cache.layer import GROWTH
+from kvwinnow.cache.memory import GROWTH
 from tests.models import tiny_model, tiny_tokens
 from tests.running import EVICTING, FULL_WIDTH, ROLLING, counts, logits, text, with_budget
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvwinnow.cache.layer import LayerShape, layer_nbytes, slots_for
+from kvwinnow.cache.memory import LayerShape, layer_nbytes, slots_for
 from kvwinnow.codecs import Codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from kvwinnow.cache import LayerCache, Step
-from kvwinnow.cache.layer import LayerShape
+from kvwinnow.cache.memory import LayerShape
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError
 from kvwinnow.integrations.transformers import attachment
