@@ -13,6 +13,7 @@ from torch import Tensor
 from kvwinnow import H2O, CompressedCache, Hybrid, KvwinnowError
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.codecs import parse_codec
+from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, Policy
 from tests.models import tiny_model, tiny_tokens
 from tests.prose import GETTYSBURG
@@ -233,7 +234,7 @@ def drive(policy: Policy, q: Tensor, k: Tensor, *, after: int | None = None) -> 
         budget = policy.limit
         assert isinstance(budget, int)
         positions = torch.tensor([[step]], dtype=torch.int32)
-        layer.attend(*new, Step(phase, positions, (0,), (step + 1,), (budget,)), scale=dim**-0.5)
+        layer.attend(*new, Step(phase, positions, (0,), (step + 1,), (budget,)), Variant(dim**-0.5))
         assert layer.slots is not None
         if after is None or step >= after:
             held = layer.slots.positions[0, 0]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvwinnow.cache import LayerCache
 from kvwinnow.codecs import FP32
+from kvwinnow.ops import Variant
 from tests.oracle import Row
 from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
 
@@ -25,7 +26,7 @@ def new_cache(method: Method, stream: Stream) -> LayerCache:
 
 
 def attend(cache: LayerCache, call: Call, stream: Stream) -> Tensor:
-    return cache.attend(call.q, call.k, call.v, call.step, stream.scale)
+    return cache.attend(call.q, call.k, call.v, call.step, Variant(stream.scale))
 
 
 def held(cache: LayerCache, row: int, head: int) -> set[int]:

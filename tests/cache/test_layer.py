@@ -13,6 +13,7 @@ from torch import Tensor
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.cache.memory import GROWTH, LayerShape, allocation, layer_nbytes, slots_for
 from kvwinnow.codecs import parse_codec
+from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, parse
 from tests.running import EVICTING, FULL_WIDTH, ROLLING
 
@@ -43,7 +44,7 @@ class Driver:
         budget = limit if isinstance(limit, int) else None
         step = Step(phase, positions, (0,) * self.rows, tuple(self.seen), (budget,) * self.rows)
         self.keys, self.values = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
-        return q, self.layer.attend(q, k, v, step, DIM**-0.5)
+        return q, self.layer.attend(q, k, v, step, Variant(DIM**-0.5))
 
     @property
     def positions(self) -> Tensor:
@@ -124,7 +125,7 @@ def test_rows_do_not_know_each_other() -> None:
         positions = torch.arange(start, start + n, dtype=torch.int32).unsqueeze(0)
         step = Step(Phase.DECODE if n == 1 else Phase.PROMPT, positions, (0,), (start + n,), (24,))
         new = slice(start, start + n)
-        alone = first.attend(q[:1], both.keys[:1, :, new], both.values[:1, :, new], step, DIM**-0.5)
+        alone = first.attend(q[:1], both.keys[:1, :, new], both.values[:1, :, new], step, Variant(DIM**-0.5))
         assert torch.allclose(out[:1], alone, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.codecs import FP32, Codec, Int4, Vectors
-from kvwinnow.ops import Chunk, Slots, Window, attention
+from kvwinnow.ops import Chunk, Slots, Variant, Window, attention
 from kvwinnow.policies import H2O, Phase, Policy, SnapKV
 from kvwinnow.statistics import MASS, NONE, WINDOW
 from tests.oracle import masked_attention
@@ -55,13 +55,13 @@ def test_decode_attends_to_occupied_slots_and_reports_their_weights(heads: int, 
     k, v = torch.randn(2, 2, kv_heads, count, 16)
     positions = holed(2, kv_heads, count)
     positions[:, :, 0] = count
-    out, observed = attention(q, store(k, v, positions, FP32()), scale=0.25, statistics=MASS)
+    out, observed = attention(q, store(k, v, positions, FP32()), variant=Variant(0.25), statistics=MASS)
     wanted, weights = by_definition(q, k, v, (positions >= 0).unsqueeze(2), 0.25)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
     assert observed is not None
     torch.testing.assert_close(observed.slots.double(), weights[:, :, 0], atol=1e-6, rtol=1e-5)
     assert observed.chunk.shape == (2, kv_heads, 0)
-    assert attention(q, store(k, v, positions, FP32()), scale=0.25)[1] is None
+    assert attention(q, store(k, v, positions, FP32()), variant=Variant(0.25))[1] is None
 
 
 @pytest.mark.parametrize(("count", "n"), [(0, 5), (30, 1), (40, 200), (1500, 9), (5, 2100)])
@@ -80,19 +80,19 @@ def test_a_chunk_attends_to_slots_and_causally_to_itself(heads: int, kv_heads: i
     width = min(n, 6)
     window = Window(q[:, :, -width:], places[:, -width:])
     for statistics, first in ((MASS, 0), (WINDOW(width), n - width)):
-        out, observed = attention(q, slots, chunk, scale=0.35, statistics=statistics, window=window)
+        out, observed = attention(q, slots, chunk, variant=Variant(0.35), statistics=statistics, window=window)
         torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
         assert observed is not None
         sums = torch.cat([observed.slots, observed.chunk], 2)
         torch.testing.assert_close(sums.double(), weights[:, :, first:].sum(2), atol=1e-5, rtol=1e-5)
-    assert attention(q, slots, chunk, scale=0.35, statistics=NONE)[1] is None
+    assert attention(q, slots, chunk, variant=Variant(0.35), statistics=NONE)[1] is None
 
 
 def test_weights_add_up_to_one_for_each_query() -> None:
     q, (k, v) = torch.randn(1, 4, 50, 8), torch.randn(2, 1, 2, 50, 8)
     chunk = Chunk(k, v, torch.arange(50, dtype=torch.int32).unsqueeze(0), (0,))
     slots = store(k[:, :, :0], v[:, :, :0], torch.zeros(1, 2, 0, dtype=torch.int32), FP32())
-    _, observed = attention(q, slots, chunk, scale=0.35, statistics=MASS)
+    _, observed = attention(q, slots, chunk, variant=Variant(0.35), statistics=MASS)
     assert observed is not None
     torch.testing.assert_close(observed.chunk.sum(-1), torch.full((1, 2), 50.0))
 
@@ -103,9 +103,13 @@ def test_padding_gives_zeros_and_gets_no_weight() -> None:
     places = torch.arange(9, dtype=torch.int32).expand(2, 9).clone()
     places[1] = torch.arange(-4, 5).clamp(min=-1)
     slots = store(k[:, :, :0], v[:, :, :0], torch.zeros(2, 2, 0, dtype=torch.int32), FP32())
-    out, observed = attention(q, slots, Chunk(k, v, places, (0, 4)), scale=0.35, statistics=MASS)
+    out, observed = attention(q, slots, Chunk(k, v, places, (0, 4)), variant=Variant(0.35), statistics=MASS)
     alone, own = attention(
-        q[1:, :, 4:], slots.row(1), Chunk(k[1:, :, 4:], v[1:, :, 4:], places[1:, 4:], (0,)), scale=0.35, statistics=MASS
+        q[1:, :, 4:],
+        slots.row(1),
+        Chunk(k[1:, :, 4:], v[1:, :, 4:], places[1:, 4:], (0,)),
+        variant=Variant(0.35),
+        statistics=MASS,
     )
     assert observed is not None
     assert own is not None
@@ -150,7 +154,7 @@ def test_no_tensor_of_a_prompt_is_quadratic(chunks: int, policy: Policy, codec: 
                 positions = positions.masked_fill(torch.arange(n) < starts[0] * (seen == 0), -1)
                 first = starts if seen == 0 else (0,)
                 seen += n
-                cache.attend(q, k, v, Step(Phase.PROMPT, positions, first, (seen - starts[0],), (256,)), 0.25)
+                cache.attend(q, k, v, Step(Phase.PROMPT, positions, first, (seen - starts[0],), (256,)), Variant(0.25))
         return most.elements
 
     few, many = largest(2048), largest(4096)
@@ -167,7 +171,7 @@ def test_decode_repeats_no_key_and_dequantises_by_blocks(codec: Codec) -> None:
     slots = store(k, v, positions, codec)
     held = [t.untyped_storage().nbytes() // t.itemsize for x in (slots.keys, slots.values) for t in x.tensors()]
     with Largest() as most:
-        out, _ = attention(torch.randn(1, heads, 1, dim), slots, scale=0.1, statistics=MASS)
+        out, _ = attention(torch.randn(1, heads, 1, dim), slots, variant=Variant(0.1), statistics=MASS)
     assert out.shape == (1, heads, 1, dim)
     # Nothing as large as the cache in floats times the group, and, if it is coded, no float copy of it at all.
     assert most.elements <= max(kv_heads * 1024 * dim, heads * count, *held)

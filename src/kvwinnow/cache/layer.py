@@ -35,7 +35,7 @@ class LayerCache:
 
     # -- the way of a token ------------------------------------------------------------------------
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
         """Take in the new tokens, attend to everything held, and evict what the policy lets go.
 
         Args:
@@ -43,14 +43,16 @@ class LayerCache:
             k: (B, Hkv, n, D) keys.
             v: (B, Hkv, n, D) values.
             step: what this call means.
-            scale: factor on q.k.
+            variant: how the layer attends.
 
         Returns:
             (B, Hq, n, D) in q's dtype.
         """
         slots = self.slots or self._allocate(k, v)
         slots.keys.freeze_mean(k, list(step.starts))
-        return self._prompt(q, k, v, step, scale) if step.phase is Phase.PROMPT else self._decode(q, k, v, step, scale)
+        return (
+            self._prompt(q, k, v, step, variant) if step.phase is Phase.PROMPT else self._decode(q, k, v, step, variant)
+        )
 
     def _allocate(self, k: Tensor, v: Tensor) -> ops.Slots:
         batch, kv_heads, _, dim = k.shape
@@ -64,7 +66,7 @@ class LayerCache:
         self.kept = [0] * batch
         return self.slots
 
-    def _prompt(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scale: float) -> Tensor:
+    def _prompt(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
         slots = self._held()
         n = k.shape[2]
         before = self.kept
@@ -77,7 +79,7 @@ class LayerCache:
         chunk = ops.Chunk(k, v, step.positions, step.starts)
         # Slots that hold nothing yet are not worth attending to.
         past = slots if any(before) else self._no_slots()
-        out, observed = ops.attention(q, past, chunk, scale=scale, statistics=wanted, window=window)
+        out, observed = ops.attention(q, past, chunk, variant=variant, statistics=wanted, window=window)
 
         if self.mass is not None and observed is not None and any(before):
             self.mass += observed.slots
@@ -90,7 +92,7 @@ class LayerCache:
             self._shrink(step)
         return out
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scale: float) -> Tensor:
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
         self.window = None  # the prompt is over
         # A row to which this step brings nothing (start 1) needs a free slot too, which is written to and stays empty.
         self._resize_for(step, more=1)
@@ -100,7 +102,7 @@ class LayerCache:
         slots.keys.write_one(slot, k)
         slots.values.write_one(slot, v)
         slots.positions.scatter_(2, slot, step.positions.unsqueeze(1).expand(-1, k.shape[1], -1))
-        out, observed = ops.attention(q, slots, scale=scale, statistics=self.policy.statistics(Phase.DECODE))
+        out, observed = ops.attention(q, slots, variant=variant, statistics=self.policy.statistics(Phase.DECODE))
         if self.mass is not None and observed is not None:
             self.mass.scatter_(2, slot, 0.0)
             shown = step.positions.unsqueeze(1) >= 0

@@ -2,5 +2,6 @@
 
 from kvwinnow.ops.reference import attention
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
+from kvwinnow.ops.variant import Variant
 
-__all__ = ["Chunk", "Observed", "Slots", "Window", "attention"]
+__all__ = ["Chunk", "Observed", "Slots", "Variant", "Window", "attention"]

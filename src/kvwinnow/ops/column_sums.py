@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow.ops.slots import Chunk, Observed, Slots
+from kvwinnow.ops.variant import Variant
 
 KEY_BLOCK = 512
 LOGITS = 2**18
@@ -21,7 +22,9 @@ UNDERFLOW = -87.0
 """exp of less is no normal float32 and takes a CPU 20 to 150 times longer; exp(-87) = 1.6e-38 adds nothing to a sum."""
 
 
-def column_sums(q: Tensor, positions: Tensor | None, lse: Tensor, slots: Slots, chunk: Chunk, scale: float) -> Observed:
+def column_sums(
+    q: Tensor, positions: Tensor | None, lse: Tensor, slots: Slots, chunk: Chunk, variant: Variant
+) -> Observed:
     """Softmax weight each cached and each new token receives, summed over q, mean over the GQA group.
 
     Args:
@@ -30,7 +33,7 @@ def column_sums(q: Tensor, positions: Tensor | None, lse: Tensor, slots: Slots, 
         lse: (B, Hq, m) float32 over all that each query sees; -inf where that is nothing.
         slots: the cached tokens.
         chunk: the new tokens.
-        scale: factor on q.k.
+        variant: how the layer attends.
     """
     batch, heads, total, _ = q.shape
     kv_heads, count = slots.positions.shape[1:]
@@ -39,7 +42,7 @@ def column_sums(q: Tensor, positions: Tensor | None, lse: Tensor, slots: Slots, 
     # A query that sees nothing has weights exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).view(batch, kv_heads, -1, total, 1)
     step = max(1, LOGITS // (batch * heads * KEY_BLOCK))
-    for block in _blocks(q, slots, chunk, scale):
+    for block in _blocks(q, slots, chunk, variant):
         # Of a chunk's own queries only those from the block's first key on see any of it.
         for start in range(block.first if positions is None else 0, total, step):
             rows = slice(start, min(start + step, total))
@@ -49,13 +52,13 @@ def column_sums(q: Tensor, positions: Tensor | None, lse: Tensor, slots: Slots, 
     return Observed(sums[:, :, :count], sums[:, :, count:])
 
 
-def log_sum_exp(q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, scale: float) -> Tensor:
+def log_sum_exp(q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Tensor:
     """(B, Hq, m) float32 over slots and chunk, for few queries; -inf for one that sees nothing. Args: column_sums."""
     batch, heads, total, _ = q.shape
     kv_heads = slots.positions.shape[1]
     size = (batch, kv_heads, heads // kv_heads, total)
     lse = torch.full(size, -torch.inf, dtype=torch.float32, device=q.device)
-    for block in _blocks(q, slots, chunk, scale):
+    for block in _blocks(q, slots, chunk, variant):
         lse = torch.logaddexp(lse, block.logits(slice(0, total), positions).logsumexp(-1))
     return lse.view(batch, heads, total)
 
@@ -105,7 +108,7 @@ class _Block:
         return logits.masked_fill_(hidden, -torch.inf)
 
 
-def _blocks(q: Tensor, slots: Slots, chunk: Chunk, scale: float) -> Iterator[_Block]:
+def _blocks(q: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Iterator[_Block]:
     """The slots' keys, then the chunk's."""
     batch, heads, total, dim = q.shape
     kv_heads, count = slots.positions.shape[1:]
@@ -113,13 +116,13 @@ def _blocks(q: Tensor, slots: Slots, chunk: Chunk, scale: float) -> Iterator[_Bl
     shape = (batch, kv_heads, heads // kv_heads, total)
     if count:
         queries, shift = slots.keys.query(grouped)
-        queries = queries.float().mul(scale).view(*shape, dim)
-        shift = None if shift is None else shift.mul(scale).view(*shape, 1)
+        queries = queries.float().mul(variant.scale).view(*shape, dim)
+        shift = None if shift is None else shift.mul(variant.scale).view(*shape, 1)
         for a in range(0, count, KEY_BLOCK):
             b = min(a + KEY_BLOCK, count)
             keys, where = slots.keys.read(a, b).float().mT, slots.positions[:, :, a:b]
             yield _Block(a, b, 0, 0, bool((where < 0).any()), keys, where, queries, shift)
-    queries = grouped.float().mul(scale).view(*shape, dim)
+    queries = grouped.float().mul(variant.scale).view(*shape, dim)
     n = chunk.positions.shape[1]
     for a in range(0, n, KEY_BLOCK):
         b = min(a + KEY_BLOCK, n)

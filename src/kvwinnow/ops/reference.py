@@ -14,6 +14,7 @@ from torch import Tensor
 from kvwinnow.ops.column_sums import column_sums, log_sum_exp
 from kvwinnow.ops.flash import flash, merge
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
+from kvwinnow.ops.variant import Variant
 from kvwinnow.statistics import NONE, Kind, Statistics
 
 LOWEST = torch.finfo(torch.float32).min
@@ -27,7 +28,7 @@ def attention(
     slots: Slots,
     chunk: Chunk | None = None,
     *,
-    scale: float,
+    variant: Variant,
     statistics: Statistics = NONE,
     window: Window | None = None,
 ) -> tuple[Tensor, Observed | None]:
@@ -38,7 +39,7 @@ def attention(
         slots: the cached tokens, every occupied one of which all of q may see.
         chunk: the n new tokens of a prompt, causal among themselves; None in decode, where the new token lies in a
             slot already.
-        scale: factor on q.k, usually 1/sqrt(D).
+        variant: how the layer attends.
         statistics: what to report beside the output.
         window: the observing queries, for WINDOW.
 
@@ -46,13 +47,13 @@ def attention(
         The output (B, Hq, n, D) in q's dtype (zeros for the padding of a chunk), and the statistic; None for NONE.
     """
     if chunk is None:
-        return _decode(q, slots, scale, statistics)
+        return _decode(q, slots, variant, statistics)
     if not any(chunk.starts):
-        return _prompt(q, slots, chunk, scale, statistics, window)
-    return _padded(q, slots, chunk, scale, statistics, window)
+        return _prompt(q, slots, chunk, variant, statistics, window)
+    return _padded(q, slots, chunk, variant, statistics, window)
 
 
-def _decode(q: Tensor, slots: Slots, scale: float, statistics: Statistics) -> tuple[Tensor, Observed | None]:
+def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -> tuple[Tensor, Observed | None]:
     batch, heads, _, dim = q.shape
     kv_heads, count = slots.positions.shape[1:]
     # The query heads of one KV head stand as rows of one matrix, so that no key or value is repeated.
@@ -62,7 +63,7 @@ def _decode(q: Tensor, slots: Slots, scale: float, statistics: Statistics) -> tu
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
     if shift is not None:
         logits += shift
-    weights = logits.mul_(scale).masked_fill_((slots.positions < 0).unsqueeze(2), LOWEST).softmax(-1)
+    weights = logits.mul_(variant.scale).masked_fill_((slots.positions < 0).unsqueeze(2), LOWEST).softmax(-1)
     out = functools.reduce(torch.add, (weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks))
     observed = None
     if statistics.kind is not Kind.NONE:
@@ -75,7 +76,7 @@ def _whole(blocks: list[Tensor]) -> Tensor:
 
 
 def _padded(
-    q: Tensor, slots: Slots, chunk: Chunk, scale: float, statistics: Statistics, window: Window | None
+    q: Tensor, slots: Slots, chunk: Chunk, variant: Variant, statistics: Statistics, window: Window | None
 ) -> tuple[Tensor, Observed | None]:
     """Each row by itself and without its padding: that is what makes it equal to the row alone."""
     batch, heads, n, _ = q.shape
@@ -89,31 +90,31 @@ def _padded(
             continue
         seen = None if window is None else window.row(row)
         part = q[row : row + 1, :, start:]
-        out[row, :, start:], measured = _prompt(part, slots.row(row), chunk.row(row), scale, statistics, seen)
+        out[row, :, start:], measured = _prompt(part, slots.row(row), chunk.row(row), variant, statistics, seen)
         if observed and measured:
             observed.slots[row], observed.chunk[row, :, start:] = measured.slots, measured.chunk
     return out, observed
 
 
 def _prompt(
-    q: Tensor, slots: Slots, chunk: Chunk, scale: float, statistics: Statistics, window: Window | None
+    q: Tensor, slots: Slots, chunk: Chunk, variant: Variant, statistics: Statistics, window: Window | None
 ) -> tuple[Tensor, Observed | None]:
-    out, lse = flash(q, chunk.keys, chunk.values, scale=scale, causal=True)
+    out, lse = flash(q, chunk.keys, chunk.values, scale=variant.scale, causal=True)
     count = slots.positions.shape[2]
     for start in range(0, count, SLOT_BLOCK):
-        out, lse = merge((out, lse), _over_slots(q, slots, start, min(start + SLOT_BLOCK, count), scale))
+        out, lse = merge((out, lse), _over_slots(q, slots, start, min(start + SLOT_BLOCK, count), variant))
     observed = None
     if statistics.kind is Kind.MASS:
-        observed = column_sums(q, None, lse, slots, chunk, scale)
+        observed = column_sums(q, None, lse, slots, chunk, variant)
     elif statistics.kind is Kind.WINDOW and window is not None:
         # The window's queries from earlier chunks have seen slots that are gone by now: their log-sum-exp over what
         # is left is taken anew.
-        lse = log_sum_exp(window.queries, window.positions, slots, chunk, scale)
-        observed = column_sums(window.queries, window.positions, lse, slots, chunk, scale)
+        lse = log_sum_exp(window.queries, window.positions, slots, chunk, variant)
+        observed = column_sums(window.queries, window.positions, lse, slots, chunk, variant)
     return out.to(q.dtype), observed
 
 
-def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, scale: float) -> tuple[Tensor, Tensor]:
+def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, variant: Variant) -> tuple[Tensor, Tensor]:
     """Attention of all of q over slots [start, stop) alone: output float32 (B, Hq, n, D), log-sum-exp (B, Hq, n)."""
     batch, heads, n, dim = q.shape
     kv_heads = slots.positions.shape[1]
@@ -121,7 +122,7 @@ def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, scale: float) ->
     empty = slots.positions[:, :, start:stop] < 0
     mask = torch.zeros_like(empty, dtype=torch.float32).masked_fill_(empty, -torch.inf)
     keys, values = slots.keys.read(start, stop).float(), slots.values.read(start, stop).float()
-    out, lse = flash(queries.float(), keys, values, scale=scale, mask=mask.unsqueeze(2))
+    out, lse = flash(queries.float(), keys, values, scale=variant.scale, mask=mask.unsqueeze(2))
     if shift is not None:
-        lse = lse + shift.squeeze(-1) * scale
+        lse = lse + shift.squeeze(-1) * variant.scale
     return slots.values.restore(out).view(batch, heads, n, -1), lse.reshape(batch, heads, n)

@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvwinnow.errors import CacheStateError
+from kvwinnow.ops import Variant
 
 if TYPE_CHECKING:
     from kvwinnow.integrations.transformers.cache import CompressedCache
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 NAME = "kvwinnow"
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 
 _running: ContextVar[CompressedCache | None] = ContextVar("kvwinnow_running", default=None)
 """The cache whose forward call runs in this thread."""
@@ -227,7 +228,8 @@ def _attention(
         original = ALL_ATTENTION_FUNCTIONS.get_interface(_original(module.config), eager)
         return original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     _handed_over.set(None)
-    out = attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    variant = Variant(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    out = attend(query, key, value, variant)
     return out.transpose(1, 2).contiguous(), None
 
 

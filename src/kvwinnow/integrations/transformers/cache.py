@@ -23,6 +23,7 @@ from kvwinnow.integrations.transformers.budgets import Budgets
 from kvwinnow.integrations.transformers.calls import Seen, check_call, check_generation, check_trained_length
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.structure import inspect_model
+from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, Policy, parse
 
 EXACT_SLOTS = 4
@@ -256,12 +257,12 @@ class CompressedCache(Cache):
         layer = self._layers()[layer_idx]
         self._interrupted = True  # until the call has come to its end
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
             # Tensors made in inference mode could not be written to by a later call outside it.
             # Under autocast, float32 products would silently be taken in 16 bits.
             plain = torch.autocast(q.device.type, enabled=False)
             with torch.inference_mode(False), torch.no_grad(), plain:
-                return layer.attend(q, k, v, step, scale)
+                return layer.attend(q, k, v, step, variant)
 
         attachment.hand_over(attend)
         return key_states, value_states
