@@ -16,7 +16,15 @@ NEAR = 1e-5
 """Scores closer than this, relatively, may be ranked either way by float32; exact ties are not near, they are ties."""
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention as its definition has it, in float64.
 
     Args:
@@ -25,6 +33,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
         v: (Hkv, N, D).
         visible: (Hkv, n, N) bool, which token each query sees in each KV head.
         scale: factor on q.k.
+        softcap: bound of the logits; None: they have none.
+        sinks: (Hq,) a further logit for each head, that of a key which every query sees and whose value is zero.
 
     Returns:
         Output (Hq, n, D) and weights (Hq, n, N); zeros for a query that sees nothing.
@@ -33,8 +43,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     outputs, weights = [], []
     for head in range(q.shape[0]):
         of = head // group
-        logits = (q[head].double() @ k[of].double().T * scale).masked_fill(~visible[of], -math.inf)
-        weight = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+        logits = q[head].double() @ k[of].double().T * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~visible[of], -math.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[head].double().expand(len(logits), 1)], 1)
+        weight = torch.softmax(logits, dim=-1).nan_to_num(0.0)[:, : k.shape[1]]
         outputs.append(weight @ v[of].double())
         weights.append(weight)
     return torch.stack(outputs), torch.stack(weights)
@@ -121,6 +136,9 @@ class Row:
         kv_heads: key/value heads Hkv.
         dim: head dimension.
         scale: factor on q.k.
+        softcap: bound of the logits.
+        sliding: how many of the latest tokens a query sees, itself included; None: all.
+        softmax_sinks: (Hq,), see ``masked_attention``.
         held: for each KV head, the positions it holds.
         near: for each KV head, whether the last cut was too close for float32.
         cuts: cuts so far, over all KV heads.
@@ -131,6 +149,9 @@ class Row:
     kv_heads: int
     dim: int
     scale: float
+    softcap: float | None = None
+    sliding: int | None = None
+    softmax_sinks: Tensor | None = None
     held: list[set[int]] = field(init=False)
     near: list[bool] = field(init=False)
     cuts: int = 0
@@ -156,7 +177,7 @@ class Row:
         for held in self.held:
             held.update(range(first, first + n))
         visible = self.visible(range(first, first + n))
-        out, weights = masked_attention(q, self.keys, self.values, visible, self.scale)
+        out, weights = self.attention(q, visible)
         self.mass = torch.cat([self.mass, torch.zeros(self.kv_heads, n, dtype=torch.float64)], 1)
         self.mass += self.mean_of_group(weights).sum(1)
         self.stash = [*self.stash, *((first + i, q[:, i].double()) for i in range(n))] if prompt else []
@@ -165,12 +186,17 @@ class Row:
             self.cut(budget)
         return out
 
+    def attention(self, q: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """``masked_attention`` of this layer."""
+        return masked_attention(q, self.keys, self.values, visible, self.scale, self.softcap, self.softmax_sinks)
+
     def visible(self, queries: range | list[int]) -> Tensor:
-        """(Hkv, n, N) bool: a query at a position sees what its KV head holds, up to itself."""
+        """(Hkv, n, N) bool: a query at a position sees what its KV head holds, up to itself and within its window."""
         mask = torch.zeros(self.kv_heads, len(queries), self.seen, dtype=torch.bool)
         for head, held in enumerate(self.held):
             for row, query in enumerate(queries):
-                mask[head, row, [token for token in held if token <= query]] = True
+                oldest = 0 if self.sliding is None else query - self.sliding + 1
+                mask[head, row, [token for token in held if oldest <= token <= query]] = True
         return mask
 
     def mean_of_group(self, weights: Tensor) -> Tensor:
@@ -183,7 +209,7 @@ class Row:
         observers = self.stash[-self.rule.window :]
         queries = torch.stack([query for _, query in observers], 1)
         visible = self.visible([position for position, _ in observers])
-        _, weights = masked_attention(queries, self.keys, self.values, visible, self.scale)
+        _, weights = self.attention(queries, visible)
         return self.mean_of_group(weights).sum(1)
 
     def cut(self, budget: int) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvwinnow.cache import Step
+from kvwinnow.ops import Variant
 from kvwinnow.policies import POLICIES, Phase, Policy
 from tests.oracle import Rule
 
@@ -97,6 +98,9 @@ class Stream:
     unlimited: bool = False
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    sliding: int | None = None
+    sinks: bool = False
 
     @property
     def rows(self) -> int:
@@ -109,6 +113,17 @@ class Stream:
     @property
     def scale(self) -> float:
         return self.dim**-0.5
+
+    @property
+    def softmax_sinks(self) -> Tensor | None:
+        """(Hq,), of the size of the logits."""
+        if not self.sinks:
+            return None
+        return 2 * torch.randn(self.heads, generator=torch.Generator().manual_seed(self.seed + 1))
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.scale, self.softcap, self.sliding, self.softmax_sinks)
 
     def calls(self) -> Iterator[Call]:
         """All calls in order; the same at every iteration."""
@@ -173,6 +188,16 @@ def turns(draw: st.DrawFn, budgets: tuple[int, ...], *, first: bool) -> Turn:
     return Turn(tuple(lengths), ends, budgets, decoded, tuple(ends_after))
 
 
+variants = st.fixed_dictionaries(
+    {
+        "softcap": st.sampled_from([None, 1.0, 4.0]),
+        "sliding": st.none() | st.integers(1, 12),
+        "sinks": st.booleans(),
+    }
+)
+"""What a layer's attention may add to softmax(scale q.k) v."""
+
+
 @st.composite
 def streams(draw: st.DrawFn, method: Method, group: int, *, dims: tuple[int, ...] = (4, 8)) -> Stream:
     """One to three rows of different lengths and budgets, and two turns."""
@@ -186,6 +211,7 @@ def streams(draw: st.DrawFn, method: Method, group: int, *, dims: tuple[int, ...
         turns=(draw(turns(budgets, first=True)), draw(turns(later, first=False))),
         unlimited=method.name == "full",
         seed=draw(st.integers(0, 2**31)),
+        **(draw(variants) if draw(st.booleans()) else {}),
     )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvwinnow.cache import LayerCache
 from kvwinnow.codecs import FP32
-from kvwinnow.ops import Variant
 from tests.oracle import Row
 from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
 
@@ -26,7 +25,7 @@ def new_cache(method: Method, stream: Stream) -> LayerCache:
 
 
 def attend(cache: LayerCache, call: Call, stream: Stream) -> Tensor:
-    return cache.attend(call.q, call.k, call.v, call.step, Variant(stream.scale))
+    return cache.attend(call.q, call.k, call.v, call.step, stream.variant)
 
 
 def held(cache: LayerCache, row: int, head: int) -> set[int]:
@@ -39,7 +38,8 @@ def held(cache: LayerCache, row: int, head: int) -> set[int]:
 
 def new_rows(method: Method, stream: Stream) -> list[Row]:
     sizes = (stream.heads, stream.kv_heads, stream.dim, stream.scale)
-    return [Row(method.rule(), *sizes) for _ in range(stream.rows)]
+    variant = (stream.softcap, stream.sliding, stream.softmax_sinks)
+    return [Row(method.rule(), *sizes, *variant) for _ in range(stream.rows)]
 
 
 def follow(method: Method, stream: Stream, tally: Counter[str]) -> None:

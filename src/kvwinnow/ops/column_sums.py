@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow.ops.slots import Chunk, Observed, Slots
-from kvwinnow.ops.variant import Variant
+from kvwinnow.ops.variant import Variant, capped
 
 KEY_BLOCK = 512
 LOGITS = 2**18
@@ -30,7 +30,7 @@ def column_sums(
     Args:
         q: (B, Hq, m, D).
         positions: (B, m) int32 of q, negative where there is no query; None: q is the chunk's, without padding.
-        lse: (B, Hq, m) float32 over all that each query sees; -inf where that is nothing.
+        lse: (B, Hq, m) float32 over all that each query sees and the softmax's sinks; -inf where that is nothing.
         slots: the cached tokens.
         chunk: the new tokens.
         variant: how the layer attends.
@@ -77,6 +77,7 @@ class _Block:
         where: (B, Hkv or 1, block) int32, the keys' positions; -1 = empty.
         queries: (B, Hkv, G, m, D) float32, scaled.
         shift: (B, Hkv, G, m, 1) float32, added to the logits; None: nothing is.
+        variant: how the layer attends; a sliding one is masked only where the queries' positions are given.
     """
 
     start: int
@@ -88,6 +89,7 @@ class _Block:
     where: Tensor
     queries: Tensor
     shift: Tensor | None
+    variant: Variant
 
     def logits(self, rows: slice, positions: Tensor | None) -> Tensor:
         """(B, Hkv, G, rows, block) float32, -inf where a query does not see a key."""
@@ -95,9 +97,13 @@ class _Block:
         logits = (queries.flatten(2, 3) @ self.keys).view(*queries.shape[:-1], -1)
         if self.shift is not None:
             logits += self.shift[:, :, :, rows]
+        logits = capped(logits, self.variant.softcap)
         where = self.where[:, :, None, None, :]
         if positions is not None:
-            hidden = (where > positions[:, None, None, rows, None]) | (where < 0)
+            own = positions[:, None, None, rows, None]
+            hidden = (where > own) | (where < 0)
+            if self.variant.sliding is not None:
+                hidden = hidden | (where <= own - self.variant.sliding)
         elif rows.start < self.full:
             ahead = torch.arange(rows.start, rows.stop, device=where.device).unsqueeze(1) - self.first
             hidden = torch.arange(self.stop - self.start, device=where.device) > ahead
@@ -121,10 +127,10 @@ def _blocks(q: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Iterator
         for a in range(0, count, KEY_BLOCK):
             b = min(a + KEY_BLOCK, count)
             keys, where = slots.keys.read(a, b).float().mT, slots.positions[:, :, a:b]
-            yield _Block(a, b, 0, 0, bool((where < 0).any()), keys, where, queries, shift)
+            yield _Block(a, b, 0, 0, bool((where < 0).any()), keys, where, queries, shift, variant)
     queries = grouped.float().mul(variant.scale).view(*shape, dim)
     n = chunk.positions.shape[1]
     for a in range(0, n, KEY_BLOCK):
         b = min(a + KEY_BLOCK, n)
         keys = chunk.keys[:, :, a:b].float().mT
-        yield _Block(count + a, count + b, a, b - 1, False, keys, chunk.positions[:, None, a:b], queries, None)
+        yield _Block(count + a, count + b, a, b - 1, False, keys, chunk.positions[:, None, a:b], queries, None, variant)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvwinnow.ops.column_sums import column_sums, log_sum_exp
-from kvwinnow.ops.flash import flash, merge
+from kvwinnow.ops.flash import QUERY_BLOCK, flash, merge, sliding_flash
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
-from kvwinnow.ops.variant import Variant
+from kvwinnow.ops.variant import Variant, capped
 from kvwinnow.statistics import NONE, Kind, Statistics
 
 LOWEST = torch.finfo(torch.float32).min
@@ -63,7 +63,15 @@ def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
     if shift is not None:
         logits += shift
-    weights = logits.mul_(variant.scale).masked_fill_((slots.positions < 0).unsqueeze(2), LOWEST).softmax(-1)
+    hidden = slots.positions < 0
+    if variant.sliding is not None:  # the query's own token has the highest position
+        hidden |= slots.positions <= slots.positions.amax(-1, keepdim=True) - variant.sliding
+    logits = capped(logits.mul_(variant.scale), variant.softcap).masked_fill_(hidden.unsqueeze(2), LOWEST)
+    if variant.sinks is None:
+        weights = logits.softmax(-1)
+    else:
+        sinks = variant.sinks.to(logits).view(1, kv_heads, -1, 1).expand(batch, -1, -1, 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     out = functools.reduce(torch.add, (weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks))
     observed = None
     if statistics.kind is not Kind.NONE:
@@ -99,30 +107,74 @@ def _padded(
 def _prompt(
     q: Tensor, slots: Slots, chunk: Chunk, variant: Variant, statistics: Statistics, window: Window | None
 ) -> tuple[Tensor, Observed | None]:
-    out, lse = flash(q, chunk.keys, chunk.values, scale=variant.scale, causal=True)
+    if variant.sliding is None:
+        out, lse = flash(q, chunk.keys, chunk.values, scale=variant.scale, causal=True, softcap=variant.softcap)
+    else:
+        out, lse = sliding_flash(
+            q, chunk.keys, chunk.values, scale=variant.scale, sliding=variant.sliding, softcap=variant.softcap
+        )
     count = slots.positions.shape[2]
     for start in range(0, count, SLOT_BLOCK):
-        out, lse = merge((out, lse), _over_slots(q, slots, start, min(start + SLOT_BLOCK, count), variant))
+        block = slice(start, min(start + SLOT_BLOCK, count))
+        if variant.sliding is None:
+            out, lse = merge((out, lse), _over_slots(q, None, slots, block, variant))
+        else:
+            out, lse = _merge_in_reach((out, lse), q, slots, chunk, block, variant)
+    if variant.sinks is not None:
+        total = variant.with_sinks(lse)
+        out, lse = out * (lse - total).exp_().unsqueeze(-1), total
     observed = None
     if statistics.kind is Kind.MASS:
-        observed = column_sums(q, None, lse, slots, chunk, variant)
+        # Of what a window hides only positions tell; without one the order of columns says all.
+        observed = column_sums(q, None if variant.sliding is None else chunk.positions, lse, slots, chunk, variant)
     elif statistics.kind is Kind.WINDOW and window is not None:
         # The window's queries from earlier chunks have seen slots that are gone by now: their log-sum-exp over what
         # is left is taken anew.
-        lse = log_sum_exp(window.queries, window.positions, slots, chunk, variant)
+        lse = variant.with_sinks(log_sum_exp(window.queries, window.positions, slots, chunk, variant))
         observed = column_sums(window.queries, window.positions, lse, slots, chunk, variant)
     return out.to(q.dtype), observed
 
 
-def _over_slots(q: Tensor, slots: Slots, start: int, stop: int, variant: Variant) -> tuple[Tensor, Tensor]:
-    """Attention of all of q over slots [start, stop) alone: output float32 (B, Hq, n, D), log-sum-exp (B, Hq, n)."""
+def _merge_in_reach(
+    own: tuple[Tensor, Tensor], q: Tensor, slots: Slots, chunk: Chunk, block: slice, variant: Variant
+) -> tuple[Tensor, Tensor]:
+    """Merge a sliding layer's attention over a block of slots into that over the chunk, (output, log-sum-exp) each.
+
+    The last token cached is out of sight for all but the first ``sliding`` - 1 of the chunk's queries.
+    """
+    assert variant.sliding is not None
+    out, lse = own[0].float(), own[1]
+    reach = min(q.shape[2], variant.sliding - 1)
+    for start in range(0, reach, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, reach))
+        past = _over_slots(q[:, :, rows], chunk.positions[:, rows], slots, block, variant)
+        out[:, :, rows], lse[:, :, rows] = merge((out[:, :, rows], lse[:, :, rows]), past)
+    return out, lse
+
+
+def _over_slots(
+    q: Tensor, positions: Tensor | None, slots: Slots, block: slice, variant: Variant
+) -> tuple[Tensor, Tensor]:
+    """Attention of q over a block of slots alone: output float32 (B, Hq, n, D), log-sum-exp (B, Hq, n).
+
+    ``positions`` are those of q (B, n), for a sliding layer, or None.
+    """
     batch, heads, n, dim = q.shape
     kv_heads = slots.positions.shape[1]
     queries, shift = slots.keys.query(q.reshape(batch, kv_heads, -1, dim))
-    empty = slots.positions[:, :, start:stop] < 0
-    mask = torch.zeros_like(empty, dtype=torch.float32).masked_fill_(empty, -torch.inf)
-    keys, values = slots.keys.read(start, stop).float(), slots.values.read(start, stop).float()
-    out, lse = flash(queries.float(), keys, values, scale=variant.scale, mask=mask.unsqueeze(2))
-    if shift is not None:
-        lse = lse + shift.squeeze(-1) * variant.scale
+    where = slots.positions[:, :, None, block]
+    hidden = where < 0
+    if positions is not None and variant.sliding is not None:
+        hidden = hidden | (where <= positions[:, None, :, None] - variant.sliding)
+        hidden = hidden.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+    mask = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
+    keys = slots.keys.read(block.start, block.stop).float()
+    values = slots.values.read(block.start, block.stop).float()
+    if variant.softcap is None:
+        out, lse = flash(queries.float(), keys, values, scale=variant.scale, mask=mask)
+        lse = lse if shift is None else lse + shift.squeeze(-1) * variant.scale
+    else:
+        out, lse = flash(
+            queries.float(), keys, values, scale=variant.scale, mask=mask, softcap=variant.softcap, shift=shift
+        )
     return slots.values.restore(out).view(batch, heads, n, -1), lse.reshape(batch, heads, n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +26,12 @@ class Variant:
     softcap: float | None = None
     sliding: int | None = None
     sinks: Tensor | None = None
+
+    def with_sinks(self, lse: Tensor) -> Tensor:
+        """The log-sum-exp (B, Hq, n) float32 over keys, and over the softmax's sinks too."""
+        return lse if self.sinks is None else torch.logaddexp(lse, self.sinks.float().view(1, -1, 1).to(lse.device))
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Soft-capped logits, in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
