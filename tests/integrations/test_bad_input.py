@@ -192,6 +192,11 @@ def nested(cache: CompressedCache) -> None:
         pass
 
 
+def reordered_inside(cache: CompressedCache) -> None:
+    with cache.prompt(length=10):
+        cache.reorder_cache(torch.tensor([0]))
+
+
 FRESH: dict[str, tuple[Call, type[KvwinnowError], tuple[str, ...]]] = {
     "four-dimensional mask": (
         lambda model, cache: logits(model, ids_of(9), cache, attention_mask=ones(1, 1, 9, 9)),
@@ -287,10 +292,40 @@ FRESH: dict[str, tuple[Call, type[KvwinnowError], tuple[str, ...]]] = {
         KvwinnowError,
         ("position_ids", "by one", "leave them out"),
     ),
-    "beam search": (
-        lambda model, cache: text(model, ids_of(9), cache=cache, num_beams=3),
+    "rows reordered inside a prompt": (
+        lambda model, cache: reordered_inside(cache),
+        CacheStateError,
+        ("reorder_cache", "half fed"),
+    ),
+    "prefill chunks of no token": (
+        lambda model, cache: text(model, ids_of(9), cache=cache, prefill_chunk_size=0),
         KvwinnowError,
-        ("beam search", "num_beams=1"),
+        ("prefill_chunk_size=0", "1 token or more"),
+    ),
+    "a cache of generate's own": (
+        lambda model, cache: text(model, ids_of(9), cache=cache, cache_implementation="static"),
+        KvwinnowError,
+        ("'static'", "leave one of them out"),
+    ),
+    "a paged cache": (
+        lambda model, cache: text(model, ids_of(9), cache=cache, cache_implementation="paged"),
+        KvwinnowError,
+        ("'paged'", "leave one of them out"),
+    ),
+    "a foreign loop": (
+        lambda model, cache: text(model, ids_of(9), cache=cache, custom_generate="transformers-community/dola"),
+        KvwinnowError,
+        ("'transformers-community/dola'", "leave it out"),
+    ),
+    "prompt lookup": (
+        lambda model, cache: text(model, ids_of(9), cache=cache, prompt_lookup_num_tokens=2),
+        KvwinnowError,
+        ("assisted generation", "beam search"),
+    ),
+    "contrastive search": (
+        lambda model, cache: text(model, ids_of(9), cache=cache, penalty_alpha=0.6, top_k=4),
+        KvwinnowError,
+        ("contrastive search", "beam search"),
     ),
 }
 
@@ -340,7 +375,7 @@ USED: dict[str, tuple[Call, tuple[str, ...]]] = {
     ),
     "another batch to generate": (
         lambda model, cache: text(model, ids_of(40, 2), cache=cache),
-        ("1 rows", "2", "cache.reset()"),
+        ("1 row(s)", "2 given rows", "cache.reset()"),
     ),
     "positions of another prompt": (
         lambda model, cache: logits(model, ids_of(4), cache, position_ids=torch.arange(4).unsqueeze(0)),
@@ -348,9 +383,20 @@ USED: dict[str, tuple[Call, tuple[str, ...]]] = {
     ),
     "a turn beyond the trained length": (lambda model, cache: logits(model, ids_of(500), cache), ("530", "512")),
     "tokens taken back": (lambda model, cache: cache.crop(3), ("crop", "greedy")),
-    "beams reordered": (lambda model, cache: cache.reorder_cache(torch.tensor([0])), ("beam search", "num_beams=1")),
-    "rows repeated": (lambda model, cache: cache.batch_repeat_interleave(2), ("contrastive", "greedy")),
-    "rows picked": (lambda model, cache: cache.batch_select_indices(torch.tensor([0])), ("contrastive", "greedy")),
+    "rows that are not there": (
+        lambda model, cache: cache.reorder_cache(torch.tensor([0, 1])),
+        ("[0, 1]", "rows 0 to 0"),
+    ),
+    "rows counted from the end": (
+        lambda model, cache: cache.batch_select_indices(torch.tensor([-1])),
+        ("[-1]", "rows 0 to 0"),
+    ),
+    "no row picked": (
+        lambda model, cache: cache.batch_select_indices(torch.tensor([False])),
+        ("[]", "one or more"),
+    ),
+    "rows of two dimensions": (lambda model, cache: cache.reorder_cache(torch.tensor([[0]])), ("one-dimensional",)),
+    "rows repeated no times": (lambda model, cache: cache.batch_repeat_interleave(0), ("repeats=0", "1 or more")),
 }
 
 

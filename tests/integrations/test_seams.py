@@ -157,8 +157,6 @@ def test_refusals_at_the_seams() -> None:
     with pytest.raises(KvwinnowError, match="without a language head"):
         CompressedCache(model.model, "full")
     cache = CompressedCache(model, "snapkv:budget=0.75")
-    with pytest.raises(KvwinnowError, match="prefill_chunk_size=20"):
-        generate(model, cache, prefill_chunk_size=20)
     with pytest.raises(KvwinnowError, match="generate is no part of a prompt"), cache.prompt(60):
         generate(model, cache)
     with pytest.raises(KvwinnowError, match=r"reset\(\) inside"), cache.prompt(60):

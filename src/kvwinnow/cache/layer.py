@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,7 @@ class LayerCache:
         Returns:
             (B, Hq, n, D) in q's dtype.
         """
+        step = step.on(k.device)
         slots = self.slots or self._allocate(k, v)
         slots.keys.freeze_mean(k, list(step.starts))
         return (
@@ -225,6 +228,20 @@ class LayerCache:
         slots.values.resize(count, order)
         slots.positions = _moved(slots.positions, count, order, -1)
         self.mass = None if self.mass is None else _moved(self.mass, count, order, 0.0)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let row r of the batch hold everything that row ``rows[r]`` held; rows may repeat or be left out."""
+        if self.slots is None:
+            return
+        index = torch.tensor(rows, dtype=torch.int64, device=self.slots.positions.device)
+        self.slots.keys.select(index)
+        self.slots.values.select(index)
+        self.slots.positions = self.slots.positions.index_select(0, index)
+        self.mass = None if self.mass is None else self.mass.index_select(0, index)
+        if self.window is not None:
+            self.window = self.window.index_select(0, index)
+            self.observers = [self.observers[row] for row in rows]
+        self.kept = [self.kept[row] for row in rows]
 
     def _held(self) -> ops.Slots:
         assert self.slots is not None, "attend() allocates before anything else runs"

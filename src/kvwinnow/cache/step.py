@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ class Step:
     starts: tuple[int, ...]
     seen: tuple[int, ...]
     budgets: tuple[int | None, ...]
+    _elsewhere: dict[torch.device, Step] = field(default_factory=dict, compare=False, repr=False)
+
+    def on(self, device: torch.device) -> Step:
+        """The same step with its tensors on ``device``, where a layer lies; copied once for each device."""
+        if device == self.positions.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = dataclasses.replace(self, positions=self.positions.to(device), _elsewhere={})
+        return self._elsewhere[device]
 
     @functools.cached_property
     def last(self) -> Tensor:

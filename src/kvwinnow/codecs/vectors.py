@@ -177,6 +177,17 @@ class Vectors:
 
         self.parts = tuple(moved(part) for part in self.parts)
 
+    def select(self, rows: Tensor) -> None:
+        """Let row r hold what row ``rows[r]`` held; codes are copied, never quantised again.
+
+        Args:
+            rows: (N,) int64 on this storage's device.
+        """
+        self.exact = self.exact.index_select(0, rows)
+        self.parts = tuple(part.index_select(0, rows) for part in self.parts)
+        self.mean = None if self.mean is None else self.mean.index_select(0, rows)
+        self.frozen = [self.frozen[row] for row in rows.tolist()]
+
     def row(self, index: int) -> Vectors:
         """One row of the batch, as views of the same memory."""
         only = slice(index, index + 1)

@@ -191,9 +191,10 @@ def _arranged(config: Any) -> Iterator[None]:
 
 def _generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = _cache_in(*(kwargs.get(name) for name in CACHE_ARGUMENTS))
-    if cache is not None:
-        cache.check_generate(model, args, kwargs)
-    return original(*args, **kwargs)
+    if cache is None:
+        return original(*args, **kwargs)
+    with cache.generation(model, args, kwargs):
+        return original(*args, **kwargs)
 
 
 # -- what the config names during our calls --------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +31,11 @@ class Budgets:
     def reset(self) -> None:
         """Forget what was resolved."""
         self._current: tuple[int, ...] | None = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Let row r have the budget of row ``rows[r]``."""
+        if self._current is not None:
+            self._current = tuple(self._current[row] for row in rows)
 
     def model_dtype(self, dtype: torch.dtype) -> None:
         """Have unquantised slots counted in the model's present dtype."""

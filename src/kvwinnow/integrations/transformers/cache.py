@@ -20,7 +20,8 @@ from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError
 from kvwinnow.integrations.transformers import attachment
 from kvwinnow.integrations.transformers.budgets import Budgets
-from kvwinnow.integrations.transformers.calls import Seen, check_call, check_generation, check_trained_length
+from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
+from kvwinnow.integrations.transformers.generation import Generation, plan
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.structure import inspect_model
 from kvwinnow.ops import Variant
@@ -85,6 +86,8 @@ class CompressedCache(Cache):
         self._step: Step | None = None
         self._declared: tuple[int, ...] | None = None
         self._before_prompt = self._seen
+        self._generation: Generation | None = None
+        self._next_rows: tuple[int, ...] | None = None
         self._interrupted = False
         self._model = weakref.ref(model)
         self._decoder = weakref.ref(model.base_model)
@@ -190,13 +193,19 @@ class CompressedCache(Cache):
                 "call cache.reset() and give the prompt again"
             )
         ids = given.get("input_ids")
-        new = check_call(self._seen, self.structure, decoder, given, self._declared)
-        decoding = new.columns == 1 and self._declared is None and self._seen.columns > 0
+        rows = self._next_rows
+        seen = self._seen if rows is None else self._seen.select(rows)
+        new = check_call(seen, self.structure, decoder, given, self._declared)
+        totals = self._totals(seen, new)
+        if rows is not None:
+            self._select_rows(rows)
+            self._next_rows = None
+        decoding = new.columns == 1 and totals is None and self._seen.columns > 0
         phase = Phase.DECODE if decoding else Phase.PROMPT
         after = self._seen.after(new, ids, decoding=decoding)
         if not self._seen.columns:
             self.budgets.model_dtype(self._dtype())
-        budgets = self.budgets.resolve(phase, self._seen, new, self._totals(new.batch))
+        budgets = self.budgets.resolve(phase, self._seen, new, totals)
         device = ids.device if ids is not None else given["inputs_embeds"].device
         self._step = Step(phase, new.positions(self._seen, device), new.starts, after.tokens, budgets)
         if decoding:
@@ -216,14 +225,14 @@ class CompressedCache(Cache):
     def _per_row(self, lengths: tuple[int, ...], batch: int) -> tuple[int, ...]:
         return lengths * batch if len(lengths) == 1 else lengths
 
-    def _totals(self, batch: int) -> tuple[int, ...] | None:
-        """For each row, tokens once the declared prompt is complete; None: nothing was declared."""
+    def _totals(self, seen: Seen, new: NewTokens) -> tuple[int, ...] | None:
+        """For each row, tokens once the prompt being fed is complete; None: nobody declared one."""
         if self._declared is None:
-            return None
-        lengths = self._per_row(self._declared, batch)
-        if len(lengths) != batch:
-            raise KvwinnowError(f"prompt(length={list(lengths)}) gives {len(lengths)} lengths for {batch} rows")
-        return tuple(old + n for old, n in zip(self._before_prompt.row_tokens(batch), lengths, strict=True))
+            return None if self._generation is None else self._generation.totals(seen, new)
+        lengths = self._per_row(self._declared, new.batch)
+        if len(lengths) != new.batch:
+            raise KvwinnowError(f"prompt(length={list(lengths)}) gives {len(lengths)} lengths for {new.batch} rows")
+        return tuple(old + n for old, n in zip(self._before_prompt.row_tokens(new.batch), lengths, strict=True))
 
     def _warn_beyond_trained_length(self, tokens: int) -> None:
         trained = self.structure.trained_length
@@ -233,17 +242,21 @@ class CompressedCache(Cache):
                 stacklevel=2,
             )
 
-    def check_generate(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse at the start of ``generate`` what would fail later, or go wrong in silence."""
+    @contextlib.contextmanager
+    def generation(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around one call of ``generate``: refuse at its start what would fail later, or go wrong in silence."""
         if model is not self._model():
             self._refuse_model(model)
-        check_generation(model, args, kwargs, share=isinstance(self.policy.limit, float))
-        inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if self._declared is not None:
             raise CacheStateError("generate is no part of a prompt; call it after the `with cache.prompt(...)` block")
-        if isinstance(inputs, Tensor):
-            self._seen.check_continues(inputs)
+        self._generation = plan(self._seen, model, args, kwargs)
+        self._next_rows = self._generation.rows
         self._seen = dataclasses.replace(self._seen, ended=True)
+        try:
+            yield
+        finally:
+            # The last order of beams is never taken up, so that every beam which ended there can be continued.
+            self._generation = self._next_rows = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -351,19 +364,69 @@ class CompressedCache(Cache):
         return [False] * self.structure.layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        _refuse("beam search")
+        """Let row r go on with what row ``beam_idx[r]`` holds; called by beam search after every step.
+
+        Inside ``generate`` the rows change places when the next token comes.
+
+        Args:
+            beam_idx: (rows,) whole numbers.
+
+        Raises:
+            CacheStateError: they are not rows of this cache, or a prompt is being fed.
+        """
+        self._reorder("reorder_cache", beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch, in this order; as ``reorder_cache``, or (rows,) bool.
+
+        Raises:
+            CacheStateError: they are not rows of this cache, or a prompt is being fed.
+        """
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._reorder("batch_select_indices", rows.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make ``repeats`` rows of each, side by side.
+
+        Raises:
+            CacheStateError: ``repeats`` is no positive number, or a prompt is being fed.
+        """
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise CacheStateError(f"batch_repeat_interleave(repeats={repeats!r}) must be a whole number, 1 or more")
+        rows = range(len(self._seen.tokens))
+        self._reorder("batch_repeat_interleave", [row for row in rows for _ in range(repeats)])
+
+    def _reorder(self, method: str, rows: Any) -> None:
+        batch = len(self._seen.tokens)
+        if self._declared is not None:
+            raise CacheStateError(f"{method} inside `with cache.prompt(...)` mixes rows half fed; call it after it")
+        if not batch:
+            return
+        if not isinstance(rows, list) or not rows or any(type(row) is not int or not 0 <= row < batch for row in rows):
+            raise CacheStateError(
+                f"{method} was given the rows {rows}, and this cache holds rows 0 to {batch - 1}; give one or more of "
+                "them, one-dimensional"
+            )
+        if self._generation is None:
+            self._select_rows(rows)
+        else:
+            self._next_rows = tuple(rows if self._next_rows is None else (self._next_rows[row] for row in rows))
+
+    def _select_rows(self, rows: Sequence[int]) -> None:
+        if list(rows) == list(range(len(self._seen.tokens))):
+            return
+        self._interrupted = True  # until all layers hold the same rows
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self._layers():
+                layer.select_rows(rows)
+        self.budgets.select(rows)
+        self._seen, self._interrupted = self._seen.select(rows), False
 
     def crop(self, tokens_to_remove: int) -> None:
         _refuse("taking tokens back (crop)")
 
     def activate_past_recording(self) -> None:
         _refuse("assisted generation")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        _refuse("contrastive search")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        _refuse("contrastive search")
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         _refuse("offloading")
@@ -376,4 +439,4 @@ class CompressedCache(Cache):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise CacheStateError(f"CompressedCache does not support {what} yet; use greedy search or sampling (num_beams=1)")
+    raise CacheStateError(f"CompressedCache does not support {what}; use greedy search, sampling or beam search")

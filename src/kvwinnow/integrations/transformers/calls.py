@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from kvwinnow.errors import CacheStateError, KvwinnowError
 from kvwinnow.integrations.transformers.structure import Structure
@@ -80,33 +79,44 @@ class Seen:
             )
         return Seen(self.columns + new.columns, tokens, digests, decoding)
 
-    def check_continues(self, ids: Tensor) -> None:
-        """Check that ``ids`` (B, N), as given to ``generate``, begin with everything this cache has seen.
+    def select(self, rows: Sequence[int]) -> Seen:
+        """The state in which row r is what row ``rows[r]`` was."""
+        digests = None if self.digests is None else tuple(self.digests[row] for row in rows)
+        return dataclasses.replace(self, tokens=tuple(self.tokens[row] for row in rows), digests=digests)
+
+    def rows_that_go_on(self, ids: Tensor, copies: int) -> tuple[int, ...] | None:
+        """Which row each row of a call of ``generate`` goes on with, told by the tokens.
+
+        Args:
+            ids: (B, N) as given to ``generate``, the whole conversation.
+            copies: how many rows ``generate`` makes of each: beams or returned sequences.
+
+        Returns:
+            B * copies rows of this cache; None: it holds nothing yet, or does not know its tokens (inputs_embeds).
 
         Raises:
-            CacheStateError: they are another prompt, another batch, or the new tokens alone.
+            CacheStateError: a row is another prompt, or the new tokens alone.
         """
         if not self.columns or self.digests is None:
-            return
-        rows, batch = ids.shape[0], len(self.tokens)
-        if rows == 0 or batch % rows:
-            raise CacheStateError(
-                f"this cache holds a batch of {batch} rows and {rows} are given; call cache.reset() first"
-            )
-        begun = ids[:, : self.columns].repeat_interleave(batch // rows, 0)
-        same = all(
-            _hashed(row, None).digest() == digest.digest() for row, digest in zip(begun, self.digests, strict=True)
-        )
-        if same and ids.shape[1] == self.columns:
+            return None
+        held: dict[bytes, list[int]] = {}
+        for row, digest in enumerate(self.digests):
+            held.setdefault(digest.digest(), []).append(row)
+        given = [held.get(_hashed(row[: self.columns], None).digest(), []) for row in ids]
+        if all(given) and ids.shape[1] == self.columns:
             raise CacheStateError(
                 f"this cache has seen all {self.columns} tokens given; add at least one to go on, or call "
                 "cache.reset() to begin anew"
             )
-        if ids.shape[1] < self.columns or not same:
+        if not all(given) or ids.shape[1] < self.columns:
             raise CacheStateError(
-                f"this cache holds a prompt of {self.columns} tokens that the {ids.shape[1]} given ones do not begin "
-                "with; call cache.reset() before another prompt, or give the whole conversation to continue it"
+                f"this cache holds {len(self.digests)} row(s) of {self.columns} tokens, and one of the {len(given)} "
+                f"given rows of {ids.shape[1]} begins with none of them; call cache.reset() before another prompt, or "
+                "give the whole conversation to continue it"
             )
+        wanted = [(row * copies + copy, rows) for row, rows in enumerate(given) for copy in range(copies)]
+        # Rows alike may change places, and stay where they are if they can.
+        return tuple(row if row in rows else rows[0] for row, rows in wanted)
 
 
 def _hashed(ids: Tensor, earlier: Any) -> Any:
@@ -227,35 +237,3 @@ def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
                 f"the position_ids begin at {first} and this cache holds {tokens} tokens of that row; call "
                 f"cache.reset() before another prompt, or continue at {tokens}"
             )
-
-
-def check_generation(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, share: bool) -> None:
-    """Refuse ways to generate that the cache does not serve, before the prompt is computed.
-
-    Args:
-        model: the model.
-        args: positional arguments of ``generate``.
-        kwargs: its keyword arguments.
-        share: whether the budget is a share of the prompt.
-
-    Raises:
-        KvwinnowError: beam search, assisted generation, contrastive search and their like; a share of a prompt that
-            ``generate`` would cut into chunks.
-    """
-    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    config: Any = copy.deepcopy(model.generation_config or GenerationConfig())  # type: ignore[no-untyped-call]
-    changes = {} if given is None else given.to_diff_dict()
-    for name, value in {**changes, **kwargs}.items():
-        if hasattr(config, name) and value is not None:
-            setattr(config, name, value)
-    if share and config.prefill_chunk_size is not None:
-        raise KvwinnowError(
-            f"prefill_chunk_size={config.prefill_chunk_size} cuts the prompt into chunks, and the budget is a share "
-            "of a prompt whose length no chunk knows; give the budget in tokens, or leave prefill_chunk_size out"
-        )
-    mode = config.get_generation_mode(kwargs.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise KvwinnowError(
-            f"CompressedCache does not support {mode.value.replace('_', ' ')} yet; use greedy search or sampling "
-            "(num_beams=1, no assistant model, no penalty_alpha)"
-        )
