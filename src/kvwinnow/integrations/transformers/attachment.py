@@ -107,7 +107,8 @@ def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> Callable[
     Returns:
         The wrapping function, a key of ``_wrappers``; it may have been there already.
     """
-    earlier: Any = module.__dict__.get(name)
+    place = _aside(name) if _aside(name) in module.__dict__ else name
+    earlier: Any = module.__dict__.get(place)
     function: Any = getattr(earlier, "__func__", None)
     if function in _wrappers:
         if _wrappers[function].module() is module:
@@ -121,8 +122,13 @@ def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> Callable[
 
     _wrappers[method] = _Wrapper(weakref.ref(module), earlier)
     # A bound method, so that a deep copy of the model binds its own.
-    setattr(module, name, types.MethodType(method, module))
+    setattr(module, place, types.MethodType(method, module))
     return method
+
+
+def _aside(name: str) -> str:
+    """Where accelerate keeps a method that its hook replaced. We sit under the hook, so that it may come and go."""
+    return f"_old_{name}"
 
 
 def _unwrap(reference: weakref.ref[Callable[..., Any]], name: str) -> None:
@@ -134,11 +140,17 @@ def _unwrap(reference: weakref.ref[Callable[..., Any]], name: str) -> None:
         wrapper = _wrappers[method]
         wrapper.caches -= 1
         module = wrapper.module()
-        placed: Any = None if module is None else module.__dict__.get(name)
-        if module is not None and wrapper.caches == 0 and getattr(placed, "__func__", None) is method:
-            delattr(module, name)
+        if module is None or wrapper.caches:
+            return
+        for place in (name, _aside(name)):
+            if getattr(module.__dict__.get(place), "__func__", None) is not method:
+                continue
             if wrapper.earlier is not None:
-                setattr(module, name, wrapper.earlier)
+                setattr(module, place, wrapper.earlier)
+            elif place == name:
+                delattr(module, place)
+            else:
+                setattr(module, place, types.MethodType(getattr(type(module), name), module))
 
 
 def _cache_in(*values: Any) -> CompressedCache | None:
