@@ -1,9 +1,9 @@
 """How the cache gets between a model and its attention: around the calls that carry one of our caches, no others.
 
-While any cache of a model lives, two methods of that one model object are wrapped: its decoder's ``forward`` and its
-``generate``. The wrappers pass every call through unless it carries one of our caches. Inside such a call the config
-names our attention and mask functions; both delegate to the model's own whenever another call (another thread's, say)
-passes through them. When the last cache is gone the wrappers are taken off.
+While any cache of a model lives, methods of that one model object are wrapped: its decoder's ``forward``, its
+``generate`` and ``generate_batch``. The wrappers pass every call through unless it carries one of our caches. Inside
+such a call the config names our attention and mask functions; both delegate to the model's own whenever another call
+(another thread's, say) passes through them. When the last cache is gone the wrappers are taken off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvwinnow.errors import CacheStateError
+from kvwinnow.errors import CacheStateError, KvwinnowError
 
 if TYPE_CHECKING:
     from kvwinnow.integrations.transformers.cache import CompressedCache
@@ -81,7 +81,8 @@ _wrappers: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapper] = weakref.Wea
 
 def attach(cache: CompressedCache, model: PreTrainedModel, decoder: nn.Module) -> None:
     """Wrap ``model`` for as long as ``cache`` or another cache of it lives."""
-    for module, name, around in ((decoder, "forward", _forward), (model, "generate", _generate)):
+    wrapped = ((decoder, "forward", _forward), (model, "generate", _generate), (model, "generate_batch", _batch))
+    for module, name, around in wrapped:
         with _lock:
             method = _wrap(module, name, around)
             _wrappers[method].caches += 1
@@ -206,6 +207,15 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, 
         return original(*args, **kwargs)
     with cache.generation(model, args, kwargs):
         return original(*args, **kwargs)
+
+
+def _batch(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if _cache_in(*args, *kwargs.values()) is not None:
+        raise KvwinnowError(
+            "generate_batch (continuous batching) has a paged cache of its own and would ignore a CompressedCache; use "
+            "generate, or leave the cache out"
+        )
+    return original(*args, **kwargs)
 
 
 # -- what the config names during our calls --------------------------------------------------------
