@@ -6,9 +6,11 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvwinnow import CompressedCache, parse
 from kvwinnow.policies import POLICIES
@@ -53,3 +55,30 @@ def test_the_example_policy_keeps_what_its_text_says() -> None:
 def test_the_example_policy_refuses_a_budget_it_cannot_obey() -> None:
     with pytest.raises(ValueError, match="budget=19 is under the 20 tokens"):
         parse("strided:budget=19")
+
+
+def test_the_examples_of_loading_run_one_after_another(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "CompressedCache": CompressedCache, "torch": torch}
+    names |= {"folder": tmp_path, "ids": torch.arange(3, 53).unsqueeze(0)}
+    mapped, quantised, adapted = code_blocks("docs/loading.md")
+    exec(mapped, names)
+    exec(quantised, names)
+    exec(adapted, names)
+    assert names["cache"].report().tokens_seen == 57
+    assert names["cache"].report().tokens_kept == 50 // 4
+
+
+@pytest.mark.smollm2
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_the_examples_of_generation_run_one_after_another(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    inputs = tokenizer(["Where is Berlin?"], return_tensors="pt")
+    cache = CompressedCache(model, "h2o:budget=200")
+    names = {"model": model, "tokenizer": tokenizer, "inputs": inputs, "cache": cache, "torch": torch}
+    beams, pipelines = code_blocks("docs/generation.md")
+    exec(beams, names)
+    assert cache.batch_size == 1
+    exec(pipelines, names)
+    assert cache.report().tokens_seen > 60

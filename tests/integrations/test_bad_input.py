@@ -375,11 +375,15 @@ USED: dict[str, tuple[Call, tuple[str, ...]]] = {
     ),
     "another batch to generate": (
         lambda model, cache: text(model, ids_of(40, 2), cache=cache),
-        ("1 row(s)", "2 given rows", "cache.reset()"),
+        ("row 1 ", "1 row(s)", "cache.reset()"),
     ),
     "positions of another prompt": (
         lambda model, cache: logits(model, ids_of(4), cache, position_ids=torch.arange(4).unsqueeze(0)),
         ("begin at 0", "30", "cache.reset()"),
+    ),
+    "a step at a position of another prompt": (
+        lambda model, cache: logits(model, ids_of(1), cache, position_ids=torch.tensor([[29]])),
+        ("begin at 29", "30", "cache.reset()"),
     ),
     "a turn beyond the trained length": (lambda model, cache: logits(model, ids_of(500), cache), ("530", "512")),
     "tokens taken back": (lambda model, cache: cache.crop(3), ("crop", "greedy")),

@@ -1,9 +1,9 @@
 """How the cache gets between a model and its attention: around the calls that carry one of our caches, no others.
 
-While any cache of a model lives, two methods of that one model object are wrapped: its decoder's ``forward`` and its
-``generate``. The wrappers pass every call through unless it carries one of our caches. Inside such a call the config
-names our attention and mask functions; both delegate to the model's own whenever another call (another thread's, say)
-passes through them. When the last cache is gone the wrappers are taken off.
+While any cache of a model lives, methods of that one model object are wrapped: its decoder's ``forward``, its
+``generate`` and ``generate_batch``. The wrappers pass every call through unless it carries one of our caches. Inside
+such a call the config names our attention and mask functions; both delegate to the model's own whenever another call
+(another thread's, say) passes through them. When the last cache is gone the wrappers are taken off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvwinnow.errors import CacheStateError
+from kvwinnow.errors import CacheStateError, KvwinnowError
 from kvwinnow.ops import Variant
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ _wrappers: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapper] = weakref.Wea
 
 def attach(cache: CompressedCache, model: PreTrainedModel, decoder: nn.Module) -> None:
     """Wrap ``model`` for as long as ``cache`` or another cache of it lives."""
-    for module, name, around in ((decoder, "forward", _forward), (model, "generate", _generate)):
+    wrapped = ((decoder, "forward", _forward), (model, "generate", _generate), (model, "generate_batch", _batch))
+    for module, name, around in wrapped:
         with _lock:
             method = _wrap(module, name, around)
             _wrappers[method].caches += 1
@@ -108,7 +109,8 @@ def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> Callable[
     Returns:
         The wrapping function, a key of ``_wrappers``; it may have been there already.
     """
-    earlier: Any = module.__dict__.get(name)
+    place = _aside(name) if _aside(name) in module.__dict__ else name
+    earlier: Any = module.__dict__.get(place)
     function: Any = getattr(earlier, "__func__", None)
     if function in _wrappers:
         if _wrappers[function].module() is module:
@@ -122,8 +124,13 @@ def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> Callable[
 
     _wrappers[method] = _Wrapper(weakref.ref(module), earlier)
     # A bound method, so that a deep copy of the model binds its own.
-    setattr(module, name, types.MethodType(method, module))
+    setattr(module, place, types.MethodType(method, module))
     return method
+
+
+def _aside(name: str) -> str:
+    """Where accelerate keeps a method that its hook replaced. We sit under the hook, so that it may come and go."""
+    return f"_old_{name}"
 
 
 def _unwrap(reference: weakref.ref[Callable[..., Any]], name: str) -> None:
@@ -135,11 +142,17 @@ def _unwrap(reference: weakref.ref[Callable[..., Any]], name: str) -> None:
         wrapper = _wrappers[method]
         wrapper.caches -= 1
         module = wrapper.module()
-        placed: Any = None if module is None else module.__dict__.get(name)
-        if module is not None and wrapper.caches == 0 and getattr(placed, "__func__", None) is method:
-            delattr(module, name)
+        if module is None or wrapper.caches:
+            return
+        for place in (name, _aside(name)):
+            if getattr(module.__dict__.get(place), "__func__", None) is not method:
+                continue
             if wrapper.earlier is not None:
-                setattr(module, name, wrapper.earlier)
+                setattr(module, place, wrapper.earlier)
+            elif place == name:
+                delattr(module, place)
+            else:
+                setattr(module, place, types.MethodType(getattr(type(module), name), module))
 
 
 def _cache_in(*values: Any) -> CompressedCache | None:
@@ -195,6 +208,15 @@ def _generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, 
         return original(*args, **kwargs)
     with cache.generation(model, args, kwargs):
         return original(*args, **kwargs)
+
+
+def _batch(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if _cache_in(*args, *kwargs.values()) is not None:
+        raise KvwinnowError(
+            "generate_batch (continuous batching) has a paged cache of its own and would ignore a CompressedCache; use "
+            "generate, or leave the cache out"
+        )
+    return original(*args, **kwargs)
 
 
 # -- what the config names during our calls --------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvwinnow.cache.memory import LayerShape, layer_nbytes, slots_for
-from kvwinnow.codecs import Codec
+from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
 from kvwinnow.policies import Phase, Policy
@@ -25,7 +25,8 @@ class Budgets:
     """
 
     def __init__(self, policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, layers: int) -> None:
-        self.policy, self.codecs, self.shape, self.layers = policy, codecs, shape, layers
+        self.policy, self.codecs, self.shape = policy, codecs, shape
+        self.layers = [(codecs, shape)] * layers
         self.reset()
 
     def reset(self) -> None:
@@ -37,9 +38,19 @@ class Budgets:
         if self._current is not None:
             self._current = tuple(self._current[row] for row in rows)
 
-    def model_dtype(self, dtype: torch.dtype) -> None:
-        """Have unquantised slots counted in the model's present dtype."""
-        self.shape = dataclasses.replace(self.shape, dtype=dtype)
+    def follow(self, dtypes: Sequence[torch.dtype], own: tuple[bool, bool]) -> None:
+        """Have bytes counted in each layer's present dtype.
+
+        Args:
+            dtypes: of each layer's keys and values.
+            own: whether keys, and values, are stored in that dtype.
+        """
+        self.layers = []
+        for dtype in dtypes:
+            k_codec, v_codec = (
+                parse_codec(dtype) if follows else codec for codec, follows in zip(self.codecs, own, strict=True)
+            )
+            self.layers.append(((k_codec, v_codec), dataclasses.replace(self.shape, dtype=dtype)))
 
     def resolve(
         self, phase: Phase, seen: Seen, new: NewTokens, declared: tuple[int, ...] | None
@@ -82,10 +93,12 @@ class Budgets:
         """Bytes the whole cache takes when every KV head is at a budget of ``tokens``, right after the prompt."""
         statistics = self.policy.statistics(Phase.PROMPT)
         queries = statistics.window if statistics.kind is Kind.WINDOW else 0
-        slots = slots_for(tokens, self.policy.capacity(tokens), self.codecs, self.shape.exact)
-        return self.layers * layer_nbytes(
-            self.policy, self.codecs, self.shape, batch=batch, slots=slots, queries=queries
-        )
+        bound = self.policy.capacity(tokens)
+        total = 0
+        for codecs, shape in self.layers:
+            slots = slots_for(tokens, bound, codecs, shape.exact)
+            total += layer_nbytes(self.policy, codecs, shape, batch=batch, slots=slots, queries=queries)
+        return total
 
     def _tokens_in(self, size: str, batch: int) -> int:
         """The largest budget in tokens whose cache fits into ``size``."""

@@ -21,9 +21,11 @@ from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyEr
 from kvwinnow.integrations.transformers import attachment
 from kvwinnow.integrations.transformers.budgets import Budgets
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
+from kvwinnow.integrations.transformers.dtypes import attention_dtype
 from kvwinnow.integrations.transformers.generation import Generation, plan
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.structure import inspect_model
+from kvwinnow.integrations.transformers.unwrap import refuse_learnt_prompts, unwrap
 from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, Policy, parse
 
@@ -39,10 +41,10 @@ class CompressedCache(Cache):
     prompts on the same cache are further turns, and ``reset()`` makes it ready for others.
 
     Args:
-        model: a loaded transformers model of a tested structure.
+        model: a loaded transformers model of a tested structure, or a PeftModel around one.
         policy: which tokens stay; a Policy or its text form such as "snapkv:budget=1024".
         dtype: how keys and values are stored: "fp32", "bf16", "fp16", "int8", "int4", "int4:group=32", a torch dtype
-            or a Codec. None: the model's own dtype.
+            or a Codec. None: unquantised, each layer in the dtype of its own keys and values.
         k_dtype: the same for keys alone.
         v_dtype: the same for values alone.
 
@@ -66,12 +68,14 @@ class CompressedCache(Cache):
                 f"dtype={dtype!r} names both, and k_dtype={k_dtype!r}, v_dtype={v_dtype!r} are given beside it; "
                 "give dtype alone, or k_dtype and v_dtype"
             )
+        model = unwrap(model)
         self.structure = inspect_model(model)
         self.policy = parse(policy) if isinstance(policy, str) else policy
         if not isinstance(self.policy, Policy):
             raise PolicyError(
                 f"policy={policy!r} is a {type(policy).__name__}; give a Policy such as SnapKV(budget=1024) or its text"
             )
+        self.follows = (dtype is None and k_dtype is None, dtype is None and v_dtype is None)
         own = model.dtype if dtype is None else dtype
         self.k_codec = parse_codec(own if k_dtype is None else k_dtype)
         self.v_codec = parse_codec(own if v_dtype is None else v_dtype)
@@ -125,8 +129,8 @@ class CompressedCache(Cache):
         per_token = 2 * self.structure.kv_heads * self.structure.dim * torch.bfloat16.itemsize
         return CacheReport(
             policy=str(self.policy),
-            k_dtype=str(self.k_codec),
-            v_dtype=str(self.v_codec),
+            k_dtype=", ".join(dict.fromkeys(str(layer.k_codec) for layer in self._layers())),
+            v_dtype=", ".join(dict.fromkeys(str(layer.v_codec) for layer in self._layers())),
             tokens_seen=max(self._seen.tokens, default=0),
             tokens_kept=max((kept for layer in self._layers() for kept in layer.kept), default=0),
             nbytes=self.nbytes(),
@@ -204,7 +208,7 @@ class CompressedCache(Cache):
         phase = Phase.DECODE if decoding else Phase.PROMPT
         after = self._seen.after(new, ids, decoding=decoding)
         if not self._seen.columns:
-            self.budgets.model_dtype(self._dtype())
+            self.budgets.follow(self._layer_dtypes(), self.follows)
         budgets = self.budgets.resolve(phase, self._seen, new, totals)
         device = ids.device if ids is not None else given["inputs_embeds"].device
         self._step = Step(phase, new.positions(self._seen, device), new.starts, after.tokens, budgets)
@@ -216,11 +220,19 @@ class CompressedCache(Cache):
             raise CacheStateError("the model did not pass all its layers through the cache; is use_cache=False set?")
         self._seen, self._step, self._interrupted = after, None, False
 
-    def _dtype(self) -> torch.dtype:
-        """The model's dtype now: it may have been moved to another since the cache was made."""
+    def _layer_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Each layer's dtype now: the model may have been moved to another since the cache was made."""
         model = self._model()
         assert model is not None, "a call of the model's decoder keeps the model alive"
-        return model.dtype
+        layers: Any = model.base_model.layers
+        return tuple(attention_dtype(layer.self_attn, model.dtype) for layer in layers)
+
+    def _follow(self, layer: LayerCache, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        """Have an empty layer store what the user left to it in the dtypes that its keys and values come in."""
+        if layer.slots is None:
+            chosen = zip((self.k_codec, self.v_codec), self.follows, dtypes, strict=True)
+            codecs = [parse_codec(dtype) if follows else codec for codec, follows, dtype in chosen]
+            layer.k_codec, layer.v_codec = codecs
 
     def _per_row(self, lengths: tuple[int, ...], batch: int) -> tuple[int, ...]:
         return lengths * batch if len(lengths) == 1 else lengths
@@ -249,6 +261,8 @@ class CompressedCache(Cache):
             self._refuse_model(model)
         if self._declared is not None:
             raise CacheStateError("generate is no part of a prompt; call it after the `with cache.prompt(...)` block")
+        # PEFT's generate lets its own model prepare the inputs of the one it wraps.
+        refuse_learnt_prompts(getattr(model.prepare_inputs_for_generation, "__self__", None))
         self._generation = plan(self._seen, model, args, kwargs)
         self._next_rows = self._generation.rows
         self._seen = dataclasses.replace(self._seen, ended=True)
@@ -268,6 +282,7 @@ class CompressedCache(Cache):
                 "this CompressedCache was made for another model; make one for each: CompressedCache(model, policy)"
             )
         layer = self._layers()[layer_idx]
+        self._follow(layer, (key_states.dtype, value_states.dtype))
         self._interrupted = True  # until the call has come to its end
 
         def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -288,6 +303,7 @@ class CompressedCache(Cache):
         if model is None:
             raise CacheStateError("the model of this cache is gone, so the cache cannot be copied")
         twin = CompressedCache(model, self.policy, k_dtype=self.k_codec, v_dtype=self.v_codec)
+        twin.follows = self.follows
         twin.layers = copy.deepcopy(self.layers, memo)
         twin.budgets = copy.deepcopy(self.budgets, memo)
         twin._seen, twin._interrupted = self._seen, self._interrupted

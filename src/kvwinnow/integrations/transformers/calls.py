@@ -109,10 +109,11 @@ class Seen:
                 "cache.reset() to begin anew"
             )
         if not all(given) or ids.shape[1] < self.columns:
+            row = 0 if ids.shape[1] < self.columns else given.index([])
             raise CacheStateError(
-                f"this cache holds {len(self.digests)} row(s) of {self.columns} tokens, and one of the {len(given)} "
-                f"given rows of {ids.shape[1]} begins with none of them; call cache.reset() before another prompt, or "
-                "give the whole conversation to continue it"
+                f"row {row} of the input ({ids.shape[1]} tokens) begins with none of the {len(self.digests)} row(s) of "
+                f"{self.columns} tokens that this cache holds; call cache.reset() before another prompt, or give the "
+                "whole conversation to continue it"
             )
         wanted = [(row * copies + copy, rows) for row, rows in enumerate(given) for copy in range(copies)]
         # Rows alike may change places, and stay where they are if they can.
@@ -173,8 +174,8 @@ def check_call(
         raise KvwinnowError(
             f"prompt(length={declared[0]}) gives one length, and this batch is padded; give one length per row"
         )
+    _check_positions(given.get("position_ids"), seen, new)
     if columns > 1:
-        _check_positions(given.get("position_ids"), seen, new)
         check_trained_length(structure, max(old + n for old, n in zip(seen.row_tokens(batch), new.tokens, strict=True)))
     return new
 
@@ -222,7 +223,7 @@ def _starts(mask: Any, seen: Seen, batch: int, columns: int) -> tuple[int, ...]:
 
 
 def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
-    """Positions given beside a prompt must go on where the cache stands: they tell a new prompt from a further turn."""
+    """Positions given beside new tokens must go on where the cache stands: they tell a new prompt from a turn."""
     if not isinstance(position_ids, Tensor) or position_ids.shape[-1] != new.columns:
         return
     rows = position_ids.reshape(-1, new.columns).expand(new.batch, -1).to("cpu", torch.int64)
@@ -230,7 +231,9 @@ def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
         if start == new.columns:
             continue
         first = int(row[start])
-        if not torch.equal(row[start:], torch.arange(first, first + new.columns - start, device="cpu")):
+        if new.columns > 1 and not torch.equal(
+            row[start:], torch.arange(first, first + new.columns - start, device="cpu")
+        ):
             raise KvwinnowError("the position_ids of a row's new tokens must count up by one; leave them out if unsure")
         if seen.columns and first not in (tokens, seen.columns + start):
             raise CacheStateError(
