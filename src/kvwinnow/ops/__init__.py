@@ -1,6 +1,7 @@
 """Attention over slots and its statistics: one interface, one folder or file per back end."""
 
 from kvwinnow.ops.reference import attention
+from kvwinnow.ops.rope import Rope
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 
-__all__ = ["Chunk", "Observed", "Slots", "Window", "attention"]
+__all__ = ["Chunk", "Observed", "Rope", "Slots", "Window", "attention"]

@@ -6,13 +6,12 @@ import dataclasses
 
 import torch
 
-from kvwinnow.cache.memory import LayerShape, layer_nbytes, slots_for
+from kvwinnow.cache.memory import GROWTH, LayerShape, layer_nbytes, prompt_nbytes, slots_for
 from kvwinnow.codecs import Codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
 from kvwinnow.policies import Phase, Policy
 from kvwinnow.policies.budget import parse_size
-from kvwinnow.statistics import Kind
 
 
 class Budgets:
@@ -72,14 +71,28 @@ class Budgets:
         )
         return self._current
 
-    def nbytes(self, tokens: int, batch: int) -> int:
-        """Bytes the whole cache takes when every KV head is at a budget of ``tokens``, right after the prompt."""
-        statistics = self.policy.statistics(Phase.PROMPT)
-        queries = statistics.window if statistics.kind is Kind.WINDOW else 0
-        slots = slots_for(tokens, self.policy.capacity(tokens), self.codecs, self.shape.exact)
-        return self.layers * layer_nbytes(
-            self.policy, self.codecs, self.shape, batch=batch, slots=slots, queries=queries
-        )
+    def nbytes(self, tokens: int, batch: int, seen: int | None = None) -> int:
+        """Bytes the whole cache takes when every KV head is at its budget, right after the prompt.
+
+        Args:
+            tokens: the budget, for policies that divide it among the layers their mean.
+            batch: number of rows.
+            seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of
+                slots may come to at most.
+        """
+        layers = [tokens] * self.layers
+        if self.policy.layered and seen is not None:
+            layers = [
+                min(seen, self.policy.layer_budget(tokens, layer=layer, layers=self.layers, seen=seen))
+                for layer in range(self.layers)
+            ]
+        total = self.layers * prompt_nbytes(self.policy, self.shape, batch=batch)
+        for kept in layers:
+            slots = slots_for(kept, self.policy.capacity(kept), self.codecs, self.shape.exact)
+            if self.policy.layered and seen is None:
+                slots = slots_for(kept, None, self.codecs, self.shape.exact) + GROWTH
+            total += layer_nbytes(self.policy, self.codecs, self.shape, batch=batch, slots=slots)
+        return total
 
     def _tokens_in(self, size: str, batch: int) -> int:
         """The largest budget in tokens whose cache fits into ``size``."""
