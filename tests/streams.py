@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvwinnow.cache import Step
-from kvwinnow.ops import Variant
+from kvwinnow.cache import LayerCache, Step
+from kvwinnow.codecs import Codec
+from kvwinnow.ops import Rope, Variant
 from kvwinnow.policies import POLICIES, Phase, Policy
-from tests.oracle import Rule
+from tests.oracle import Row, Rule
 
 # The same examples at every run; `ORACLE_EXAMPLES=1000 pytest tests/test_oracle.py` looks for others.
 EXAMPLES = int(os.environ.get("ORACLE_EXAMPLES", "0"))
@@ -27,8 +28,21 @@ LEAST: dict[str, Callable[[dict[str, Any]], int]] = {
     "h2o": lambda p: max(1, p["sinks"] + (p["recent"] or 0)),
     "hybrid": lambda p: p["sinks"] + 1,
     "snapkv": lambda p: p["sinks"] + p["window"],
+    "pyramidkv": lambda p: p["sinks"] + p["window"],
+    "tova": lambda p: max(1, p["sinks"] + p["recent"]),
+    "knorm": lambda p: max(1, p["sinks"] + p["recent"]),
+    # Of two keys both are as like their mean, and rounding decides: so three at least before a cut.
+    "keydiff": lambda p: max(2, p["sinks"] + p["recent"]),
+    "expectedattention": lambda p: p["sinks"] + 1,
+    "compose": lambda p: max(LEAST[inner.name](inner.params) for inner in p.values()),
 }
-"""The smallest budget of each method."""
+"""The smallest budget of each method that its streams have."""
+
+PROMPT_ONLY = ("snapkv", "pyramidkv", "expectedattention")
+"""Methods that evict nothing while decoding."""
+
+THETA = 10_000.0
+"""Base of the rotation that the streams' queries are taken to have undergone."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +53,25 @@ class Method:
     params: dict[str, Any] = field(default_factory=dict)
 
     def policy(self, budget: int) -> Policy:
-        return POLICIES[self.name](**self.params, **({} if self.name == "full" else {"budget": budget}))
+        params = {
+            key: value.policy(budget) if isinstance(value, Method) else value for key, value in self.params.items()
+        }
+        return POLICIES[self.name](**params, **({} if self.name == "full" else {"budget": budget}))
 
     def rule(self) -> Rule:
-        return Rule(self.name, **self.params)
+        params = {key: value.rule() if isinstance(value, Method) else value for key, value in self.params.items()}
+        return Rule(self.name, **params)
+
+
+def plain_rope(dim: int) -> Rope:
+    """The plain rotation over the whole head dimension."""
+    inverse = THETA ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = (positions.double().unsqueeze(-1) * inverse).repeat(1, 2)
+        return angle.cos().float(), angle.sin().float()
+
+    return Rope(angles)
 
 
 @dataclass(frozen=True)
@@ -89,7 +118,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Stream:
-    """Everything a layer is given."""
+    """Everything a layer is given, and which of a model's layers it is."""
 
     kv_heads: int
     group: int
@@ -101,6 +130,8 @@ class Stream:
     softcap: float | None = None
     sliding: int | None = None
     sinks: bool = False
+    layer: int = 0
+    layers: int = 1
 
     @property
     def rows(self) -> int:
@@ -124,6 +155,19 @@ class Stream:
     @property
     def variant(self) -> Variant:
         return Variant(self.scale, self.softcap, self.sliding, self.softmax_sinks)
+
+    def cache(self, method: Method, k_codec: Codec, v_codec: Codec) -> LayerCache:
+        """The layer's cache, empty."""
+        policy = method.policy(max(budget for turn in self.turns for budget in turn.budgets))
+        return LayerCache(
+            policy, k_codec, v_codec, exact=4, layer=self.layer, layers=self.layers, rope=plain_rope(self.dim)
+        )
+
+    def rows_alone(self, method: Method) -> list[Row]:
+        """The oracle of each row."""
+        sizes = (self.heads, self.kv_heads, self.dim, self.scale)
+        variant = (self.softcap, self.sliding, self.softmax_sinks)
+        return [Row(method.rule(), *sizes, *variant, self.layer, self.layers, THETA) for _ in range(self.rows)]
 
     def calls(self) -> Iterator[Call]:
         """All calls in order; the same at every iteration."""
@@ -160,15 +204,29 @@ class Stream:
 def methods(draw: st.DrawFn, name: str) -> Method:
     """A method with random parameters, small enough that short streams reach every limit."""
     some = st.integers(0, 3)
+    if name == "compose":
+        inner = [name for name in LEAST if name != "compose"]
+        rolling = [name for name in inner if name not in PROMPT_ONLY]
+        pair = {"prompt": draw(st.sampled_from(inner)), "decode": draw(st.sampled_from(rolling))}
+        return Method(name, {role: draw(methods(inner)) for role, inner in pair.items()})
     params: dict[str, Any] = {} if name in ("full", "slidingwindow") else {"sinks": draw(some)}
     if name == "h2o":
         params["recent"] = draw(st.none() | some)
+    if name in ("tova", "knorm", "keydiff"):
+        params["recent"] = draw(some)
     if name == "hybrid":
         params["heavy_ratio"] = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
-    if name == "snapkv":
+    if name in ("h2o", "hybrid"):
+        params["normalize"] = draw(st.sampled_from([None, "age"]))
+    if name in ("snapkv", "pyramidkv"):
         params |= {"window": draw(st.integers(1, 6)), "kernel": draw(st.sampled_from([1, 3, 5, 7]))}
         params["pool"] = draw(st.sampled_from(["max", "avg"]))
-    elif name != "full":
+    if name == "pyramidkv":
+        params["beta"] = draw(st.sampled_from([1, 2, 20]))
+    if name == "expectedattention":
+        params |= {"future": draw(st.integers(1, 6)), "epsilon": draw(st.sampled_from([0.0, 0.1]))}
+        params |= {"covariance": draw(st.booleans()), "values": draw(st.booleans())}
+    if name not in (*PROMPT_ONLY, "full"):
         params["evict_every"] = draw(st.integers(1, 5))
     return Method(name, params)
 
@@ -204,6 +262,7 @@ def streams(draw: st.DrawFn, method: Method, group: int, *, dims: tuple[int, ...
     batch, least = draw(st.integers(1, 3)), LEAST[method.name](method.params)
     budgets = tuple(least + draw(st.integers(0, 8)) for _ in range(batch))
     later = tuple(budget + draw(st.sampled_from([0, 0, 3])) for budget in budgets)
+    layers = draw(st.integers(1, 5)) if method.name in ("pyramidkv", "compose") else 1
     return Stream(
         kv_heads=draw(st.integers(1, 2)),
         group=group,
@@ -211,6 +270,8 @@ def streams(draw: st.DrawFn, method: Method, group: int, *, dims: tuple[int, ...
         turns=(draw(turns(budgets, first=True)), draw(turns(later, first=False))),
         unlimited=method.name == "full",
         seed=draw(st.integers(0, 2**31)),
+        layer=draw(st.integers(0, layers - 1)),
+        layers=layers,
         **(draw(variants) if draw(st.booleans()) else {}),
     )
 

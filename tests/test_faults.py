@@ -15,6 +15,7 @@ from kvwinnow.cache import LayerCache, Step
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, Policy
+from kvwinnow.statistics import Kind
 from tests.models import tiny_model, tiny_tokens
 from tests.prose import GETTYSBURG
 from tests.running import EVICTING, FULL_WIDTH, counts, held, logits, peak_bytes, text, with_budget
@@ -255,10 +256,10 @@ def test_fault_07_the_mass_of_a_token_is_the_true_sum_over_thousands_of_steps(dt
     for step in range(steps):
         seen = k[[0, *range(max(1, step - 7), step + 1)]].double() if step else k[:1].double()
         true += float((seen @ q[step].double() / math.sqrt(dim)).softmax(0)[0])
-    assert layer.mass is not None
+    assert Kind.MASS in layer.running
     assert layer.slots is not None
     assert true > 900  # a bfloat16 sum would stall at 256 at the latest
-    assert float(layer.mass[layer.slots.positions == 0]) == pytest.approx(true, rel=1e-4)
+    assert float(layer.running[Kind.MASS][layer.slots.positions == 0]) == pytest.approx(true, rel=1e-4)
 
 
 def test_fault_08_without_a_recent_range_the_lightest_token_goes_be_it_the_newest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvwinnow.cache import LayerCache
 from kvwinnow.codecs import FP32
 from tests.oracle import Row
-from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
+from tests.streams import LEAST, PROMPT_ONLY, Call, Method, Stream, Turn, cases, search
 
 TOLERANCE = 1e-5
 """float32 rounds at 6e-8; a few dozen sums of products of size 10 lose a factor of 20 or so, values being about 1."""
@@ -20,8 +21,7 @@ GROUPS = (1, 3, 4, 8)
 
 
 def new_cache(method: Method, stream: Stream) -> LayerCache:
-    budget = max(budget for turn in stream.turns for budget in turn.budgets)
-    return LayerCache(method.policy(budget), FP32(), FP32(), exact=4)
+    return stream.cache(method, FP32(), FP32())
 
 
 def attend(cache: LayerCache, call: Call, stream: Stream) -> Tensor:
@@ -36,15 +36,9 @@ def held(cache: LayerCache, row: int, head: int) -> set[int]:
     return set(tokens)
 
 
-def new_rows(method: Method, stream: Stream) -> list[Row]:
-    sizes = (stream.heads, stream.kv_heads, stream.dim, stream.scale)
-    variant = (stream.softcap, stream.sliding, stream.softmax_sinks)
-    return [Row(method.rule(), *sizes, *variant) for _ in range(stream.rows)]
-
-
 def follow(method: Method, stream: Stream, tally: Counter[str]) -> None:
     """Drive the cache and the oracle side by side, and compare after each call."""
-    cache, rows = new_cache(method, stream), new_rows(method, stream)
+    cache, rows = new_cache(method, stream), stream.rows_alone(method)
     for call in stream.calls():
         out = attend(cache, call, stream)
         for index, row in enumerate(rows):
@@ -111,8 +105,17 @@ def test_padding_of_a_further_turn_does_not_observe(pool: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LEAST if name != "full"])
 def test_a_row_that_is_given_nothing_loses_nothing(name: str) -> None:
     # Both rows stand over their budget after decoding; the second row has nothing to add in the next turn.
-    params: dict[str, dict[str, int]] = {"snapkv": {"sinks": 0, "window": 2}, "hybrid": {"sinks": 1}}
-    method = Method(name, params.get(name, {}) | ({} if name == "snapkv" else {"evict_every": 4}))
+    params: dict[str, dict[str, Any]] = {
+        "snapkv": {"sinks": 0, "window": 2},
+        "pyramidkv": {"sinks": 0, "window": 2},
+        "hybrid": {"sinks": 1},
+        "compose": {
+            "prompt": Method("snapkv", {"sinks": 0, "window": 2}),
+            "decode": Method("h2o", {"evict_every": 4}),
+        },
+    }
+    slow = {} if name in (*PROMPT_ONLY, "compose") else {"evict_every": 4}
+    method = Method(name, params.get(name, {}) | slow)
     turns = (Turn((9, 12), (12,), (6, 6), 3), Turn((5, 0), (5,), (6, 6), 0))
     stream = Stream(kv_heads=2, group=2, dim=8, turns=turns)
     cache = new_cache(method, stream)

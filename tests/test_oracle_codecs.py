@@ -13,7 +13,7 @@ from kvwinnow.cache import LayerCache
 from kvwinnow.codecs import Vectors, parse_codec
 from tests.oracle import hadamard
 from tests.streams import Call, Method, Stream, Turn, search, streams
-from tests.test_oracle import attend, compare_sets, new_rows
+from tests.test_oracle import attend, compare_sets
 
 PAIRS = [
     ("fp32", "fp32"),
@@ -33,6 +33,18 @@ METHODS = [
     Method("h2o", {"sinks": 1, "recent": 2, "evict_every": 1}),
     Method("hybrid", {"sinks": 2, "heavy_ratio": 0.5, "evict_every": 3}),
     Method("snapkv", {"sinks": 2, "window": 3, "kernel": 3, "pool": "max"}),
+    Method("tova", {"sinks": 1, "recent": 1, "evict_every": 1}),
+    Method("knorm", {"sinks": 1, "recent": 1, "evict_every": 2}),
+    Method("keydiff", {"sinks": 1, "recent": 1, "evict_every": 1}),
+    Method("expectedattention", {"sinks": 2, "future": 5}),
+    Method("pyramidkv", {"sinks": 2, "window": 3, "kernel": 3}),
+    Method(
+        "compose",
+        {
+            "prompt": Method("snapkv", {"sinks": 1, "window": 3, "kernel": 3}),
+            "decode": Method("h2o", {"sinks": 1, "recent": 2, "evict_every": 1, "normalize": "age"}),
+        },
+    ),
 ]
 
 LOSS = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.01, "int4": 0.15}
@@ -74,9 +86,7 @@ def follow_stored(method: Method, stream: Stream, codecs: tuple[str, str], tally
     Returns:
         The number of slots after each call.
     """
-    budget = max(budget for turn in stream.turns for budget in turn.budgets)
-    cache = LayerCache(method.policy(budget), *map(parse_codec, codecs), exact=4)
-    rows = new_rows(method, stream)
+    cache, rows = stream.cache(method, *map(parse_codec, codecs)), stream.rows_alone(method)
     given = [Given(row.keys, row.values) for row in rows]
     allocated = []
     for call in stream.calls():
@@ -95,7 +105,7 @@ def follow_stored(method: Method, stream: Stream, codecs: tuple[str, str], tally
                 last = [held[row.seen] for held in slots]
                 k = torch.stack([keys[index, head, slot] for head, slot in enumerate(last)]).unsqueeze(1)
                 v = torch.stack([values[index, head, slot] for head, slot in enumerate(last)]).unsqueeze(1)
-            expected = row.step(own.q[0], k, v, prompt=own.prompt, budget=own.step.budgets[0])
+            expected = row.step(own.q[0], k, v, prompt=own.prompt, budget=own.step.budgets[0], made=own.k[0])
             error = (out[index, :, call.step.starts[index] :].double() - expected).norm() / expected.norm()
             assert error <= TOLERANCE[stream.dtype]
             compare_sets(cache, index, row, tally)
@@ -128,7 +138,7 @@ def test_outputs_stay_the_oracles_while_slots_grow_and_shrink(codecs: tuple[str,
     budgets = (12, 16)
     turns = (Turn((50, 20), (30, 50), budgets, 75), Turn((5, 9), (9,), budgets, 40), Turn((3, 2), (2, 3), budgets, 3))
     stream = Stream(kv_heads=2, group=2, dim=64, turns=turns, seed=1)
-    slots = follow_stored(METHODS[-1], stream, codecs, Counter())
+    slots = follow_stored(METHODS[4], stream, codecs, Counter())
     assert max(slots) > 80
     assert slots[-1] < 64
 

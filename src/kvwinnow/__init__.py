@@ -14,35 +14,65 @@ _HOMES = {
     "KvwinnowError": "kvwinnow.errors",
     **dict.fromkeys(
         (
+            "Compose",
+            "ExpectedAttention",
             "Full",
             "H2O",
             "Hybrid",
+            "KeyDiff",
+            "Knorm",
             "Policy",
+            "PyramidKV",
             "SlidingWindow",
             "SnapKV",
             "StreamingLLM",
+            "TOVA",
             "parse",
         ),
         "kvwinnow.policies",
     ),
+    "from_press": "kvwinnow.integrations.kvpress",
 }
 
 if TYPE_CHECKING:
     from kvwinnow.errors import KvwinnowError
+    from kvwinnow.integrations.kvpress import from_press
     from kvwinnow.integrations.transformers import CacheReport, CompressedCache
-    from kvwinnow.policies import H2O, Full, Hybrid, Policy, SlidingWindow, SnapKV, StreamingLLM, parse
+    from kvwinnow.policies import (
+        H2O,
+        TOVA,
+        Compose,
+        ExpectedAttention,
+        Full,
+        Hybrid,
+        KeyDiff,
+        Knorm,
+        Policy,
+        PyramidKV,
+        SlidingWindow,
+        SnapKV,
+        StreamingLLM,
+        parse,
+    )
 
 __all__ = [
     "CacheReport",
+    "Compose",
     "CompressedCache",
+    "ExpectedAttention",
     "Full",
     "H2O",
     "Hybrid",
+    "KeyDiff",
+    "Knorm",
     "KvwinnowError",
     "Policy",
+    "PyramidKV",
     "SlidingWindow",
     "SnapKV",
     "StreamingLLM",
+    "TOVA",
+    "from_press",
     "parse",
 ]
 

@@ -1,27 +1,45 @@
-"""The text form that policies and codecs share: ``name`` or ``name:parameter=value,...``."""
+"""The text form that policies and codecs share: ``name`` or ``name:parameter=value,...``.
+
+A value may be such a thing itself, written ``name(parameter=value,...)``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from kvwinnow.errors import KvwinnowError
 
 T = TypeVar("T")
 
+SHARED = "budget"
+"""A nested thing has no value of its own for this parameter: it is given the outer one's."""
 
-def parse_spec(text: str, registry: Mapping[str, type[T]], *, kind: str, error: type[KvwinnowError]) -> T:
+_NESTED = re.compile(r"\s*([^\s()=,:]+)\s*\((.*)\)\s*", re.DOTALL)
+
+
+def parse_spec(
+    text: str,
+    registry: Mapping[str, type[T]],
+    *,
+    kind: str,
+    error: type[KvwinnowError],
+    shared: Mapping[str, Any] | None = None,
+) -> T:
     """Build one of ``registry``'s dataclasses from its text form.
 
     Args:
-        text: such as ``snapkv:budget=1024,window=32``.
+        text: such as ``snapkv:budget=1024,window=32`` or ``compose:prompt=snapkv(window=32),decode=h2o``.
         registry: classes by name; the fields of each are its parameters.
         kind: what the classes are, for the complaint ("policy").
         error: what to raise.
+        shared: values for parameters that the text does not give, for a nested thing.
 
     Raises:
-        KvwinnowError: of type ``error``: an unknown name or parameter, a missing or doubled value.
+        KvwinnowError: of type ``error``: an unknown name or parameter, a missing or doubled value, a bracket that is
+            never closed.
     """
     if not isinstance(text, str):
         raise error(f"{text!r} is a {type(text).__name__}, not the name of a {kind}; known are {', '.join(registry)}")
@@ -31,9 +49,10 @@ def parse_spec(text: str, registry: Mapping[str, type[T]], *, kind: str, error: 
         raise error(f"{kind} {name!r} is unknown; known are {', '.join(registry)}")
     if colon and not rest:
         raise error(f"{kind} {text!r} ends after its colon; write {name}:parameter=value, or {name} alone")
-    known = [field.name for field in dataclasses.fields(made)]  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(made)}  # type: ignore[arg-type]
+    known = list(fields)
     values: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in rest.split(","))):
+    for part in filter(None, (piece.strip() for piece in _pieces(rest, text, kind, error))):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -43,15 +62,51 @@ def parse_spec(text: str, registry: Mapping[str, type[T]], *, kind: str, error: 
             raise error(f"{kind} {name}: {part!r} has no value; write {key}=VALUE")
         if key in values:
             raise error(f"{kind} {name}: {key} is given twice, as {values[key]} and as {value}; give it once")
-        values[key] = _value(value)
+        values[key] = value
+    given = {key: _value(value) for key, value in values.items() if not _is_nested(value, fields[key], registry)}
+    values = {**{key: value for key, value in (shared or {}).items() if key in known}, **values, **given}
+    common = {SHARED: values.get(SHARED, fields[SHARED].default)} if SHARED in known else {}
+    for key in values.keys() - given.keys() - (shared or {}).keys():
+        match = _NESTED.fullmatch(values[key])
+        nested = values[key] if match is None else ":".join(filter(None, (match[1], match[2].strip())))
+        values[key] = parse_spec(nested, registry, kind=kind, error=error, shared=common)
     return made(**values)
 
 
 def show_spec(name: str, instance: Any) -> str:
     """The text form of a policy or codec, parameters that are None left out."""
-    shown = ((field.name, getattr(instance, field.name)) for field in dataclasses.fields(instance))
-    text = ",".join(f"{key}={value}" for key, value in shown if value is not None)
+    text = ",".join(_shown(instance))
     return f"{name}:{text}" if text else name
+
+
+def _shown(instance: Any, *, but: str | None = None) -> Iterator[str]:
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if value is not None and field.name != but:
+            nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            inner = ",".join(_shown(value, but=SHARED)) if nested else ""
+            own = f"{value.name}({inner})" if inner else value.name if nested else value
+            yield f"{field.name}={own}"
+
+
+def _pieces(text: str, whole: str, kind: str, error: type[KvwinnowError]) -> Iterator[str]:
+    """Split at the commas that are in no brackets."""
+    depth = begin = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            yield text[begin:place]
+            begin = place + 1
+    if depth:
+        raise error(f"{kind} {whole!r} has a bracket without its other half; write NAME(PARAMETER=VALUE,...)")
+    yield text[begin:]
+
+
+def _is_nested(value: str, field: dataclasses.Field[Any], registry: Mapping[str, type[Any]]) -> bool:
+    """Whether a parameter's value is to be read as one of the registry's own things."""
+    return bool(_NESTED.fullmatch(value)) or isinstance(field.default, tuple(registry.values()))
 
 
 def _value(text: str) -> int | float | bool | str | None:

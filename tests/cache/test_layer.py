@@ -15,6 +15,7 @@ from kvwinnow.cache.memory import GROWTH, LayerShape, allocation, layer_nbytes, 
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, parse
+from kvwinnow.statistics import Kind
 from tests.running import EVICTING, FULL_WIDTH, ROLLING
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -106,9 +107,11 @@ def test_mass_is_what_each_token_received_from_the_queries_that_saw_it(recent: i
                 weights = driver.weights(q[0, head, column], head, visible) / (HEADS // KV_HEADS)
                 for token, weight in zip(visible, weights.tolist(), strict=True):
                     true[head // 2][token] += weight
-        assert driver.layer.mass is not None
+        assert Kind.MASS in driver.layer.running
         for head in range(KV_HEADS):
-            slots = zip(driver.positions[0, head].tolist(), driver.layer.mass[0, head].tolist(), strict=True)
+            slots = zip(
+                driver.positions[0, head].tolist(), driver.layer.running[Kind.MASS][0, head].tolist(), strict=True
+            )
             for position, mass in slots:
                 assert position < 0 or mass == pytest.approx(true[head][position], rel=1e-4)
             latest = list(range(start + n - recent, start + n))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvwinnow import H2O, CompressedCache, KvwinnowError, SnapKV
 from kvwinnow.integrations.transformers.structure import trained_length
+from kvwinnow.statistics import Kind
 from tests.models import tiny_model
 
 IDS = torch.arange(3, 63).unsqueeze(0)
@@ -52,8 +53,7 @@ def test_autocast_leaves_the_sums_in_float32() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(IDS, past_key_values=cache)
     for layer in cache._layers():
-        assert layer.mass is not None
-        torch.testing.assert_close(layer.mass.sum(-1), torch.full((1, 2), 60.0), rtol=1e-5, atol=0)
+        torch.testing.assert_close(layer.running[Kind.MASS].sum(-1), torch.full((1, 2), 60.0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -85,7 +85,7 @@ def test_a_row_that_holds_nothing_stays_finite() -> None:
         model(ids, attention_mask=mask[:, :10], past_key_values=cache)
         out = model(ids[:, :1], attention_mask=mask, past_key_values=cache)
     assert bool(out.logits.isfinite().all())
-    assert all(bool(layer.mass.isfinite().all()) for layer in cache._layers() if layer.mass is not None)
+    assert all(bool(sums.isfinite().all()) for layer in cache._layers() for sums in layer.running.values())
 
 
 @pytest.mark.parametrize(

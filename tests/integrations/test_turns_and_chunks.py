@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow import CompressedCache
+from kvwinnow.statistics import Kind
 from tests.models import tiny_model, tiny_tokens
 from tests.running import CACHE, EVICTING, FULL_WIDTH, counts, held, logits, text, with_budget
 
@@ -74,7 +75,7 @@ def test_a_policy_that_evicts_at_the_end_alone_sees_the_whole_prompt_in_its_last
     feed(model, pieces, ids, 20)  # 40 tokens fit, the last 20 do not
     assert same_tokens(whole, pieces)
     for layer, other in zip(whole.layers, pieces.layers, strict=True):
-        one, two = (cut.mass.sort(-1).values for cut in (layer, other))
+        one, two = (cut.running[Kind.MASS].sort(-1).values for cut in (layer, other))
         assert torch.allclose(one, two, atol=1e-4)
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kvwinnow import ops
 from kvwinnow.cache.memory import GROWTH, least_slots, slots_for
+from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.cache.step import Step
 from kvwinnow.codecs import Codec, Vectors
-from kvwinnow.policies import LayerView, Lengths, Phase, Policy
-from kvwinnow.statistics import NONE, Kind
+from kvwinnow.errors import PolicyError
+from kvwinnow.policies import LayerView, Lengths, Phase, Policy, Queries
+from kvwinnow.statistics import MASS, NONE, Kind, Statistics
 
 
 class LayerCache:
@@ -20,20 +22,60 @@ class LayerCache:
 
     Attributes:
         slots: keys, values and positions; None before the first token.
-        mass: (B, Hkv, S) float32, attention each token has received; None unless the policy asks for MASS.
+        running: (B, Hkv, S) float32 each, the statistics the policy has stored for each slot: the attention its token
+            has received (MASS), its key's norm (KEY_NORM).
+        since: for each row, the position of the first query whose weights MASS holds.
         window: (B, Hq, w, D), the prompt's last queries, right-aligned; None unless the policy asks for WINDOW, and
             from the first decode step on.
         observers: for each row, how many of the window's queries are its own; padding lies before them.
+        moments: of the prompt's queries; None unless the policy asks for QUERIES, and from the first decode step on.
         kept: for each row, tokens that each KV head holds.
+        budgets: for each row, tokens that each KV head of this layer may hold; None: no limit.
+        prompted: for each row, tokens seen when its last prompt ended.
     """
 
-    def __init__(self, policy: Policy, k_codec: Codec, v_codec: Codec, *, exact: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        k_codec: Codec,
+        v_codec: Codec,
+        *,
+        exact: int,
+        layer: int = 0,
+        layers: int = 1,
+        rope: ops.Rope | None = None,
+    ) -> None:
+        """A cache that holds nothing yet.
+
+        Args:
+            policy: which tokens stay.
+            k_codec: how keys are stored.
+            v_codec: how values are stored.
+            exact: slots left unquantised.
+            layer: index of the layer among those that share the budget.
+            layers: how many those are.
+            rope: how the model rotates queries and keys; None: it does not. Policies that ask for QUERIES need it.
+
+        Raises:
+            PolicyError: the policy asks for more than the newest query's weights while decoding.
+        """
+        decoding = policy.statistics(Phase.DECODE)
+        if decoding.kind is Kind.QUERIES or (decoding.kind is Kind.WINDOW and decoding.window != 1):
+            raise PolicyError(
+                f"{policy.name} asks for {decoding.kind.value} of {decoding.window} while decoding; the cache measures "
+                "NONE, MASS, KEY_NORM or WINDOW(1) there"
+            )
         self.policy, self.k_codec, self.v_codec, self.exact = policy, k_codec, v_codec, exact
+        self.layer, self.layers, self.rope = layer, layers, rope
         self.slots: ops.Slots | None = None
-        self.mass: Tensor | None = None
+        self.running: dict[Kind, Tensor] = {}
+        self.since: list[int] = []
         self.window: Tensor | None = None
         self.observers: list[int] = []
+        self.moments: QueryMoments | None = None
         self.kept: list[int] = []
+        self.budgets: list[int | None] = []
+        self.prompted: list[int] = []
 
     # -- the way of a token ------------------------------------------------------------------------
 
@@ -64,9 +106,9 @@ class LayerCache:
         values = Vectors.allocate(self.v_codec, shape, exact=self.exact, centred=False, dtype=v.dtype, device=v.device)
         positions = torch.full(shape[:3], -1, dtype=torch.int32, device=k.device)
         self.slots = ops.Slots(keys, values, positions)
-        if self.policy.statistics(Phase.DECODE).kind is Kind.MASS:
-            self.mass = torch.zeros(shape[:3], dtype=torch.float32, device=k.device)
-        self.kept = [0] * batch
+        for kind in self.policy.running():
+            self.running[kind] = torch.zeros(shape[:3], dtype=torch.float32, device=k.device)
+        self.kept, self.since = [0] * batch, [0] * batch
         return self.slots
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
@@ -74,56 +116,133 @@ class LayerCache:
         n = k.shape[2]
         before = self.kept
         self.kept = [kept + n - start for kept, start in zip(before, step.starts, strict=True)]
+        self._divide(step)
         keep = self._due(step)
         wanted = self.policy.statistics(Phase.PROMPT)
         window = self._observe(q, step, wanted.window) if wanted.kind is Kind.WINDOW else None
-        if wanted.kind is Kind.WINDOW and keep is None:
-            wanted = NONE  # nobody will look at it
+        if wanted.kind is Kind.QUERIES:
+            self._take_in(q, step, wanted.skip)
+        measure = MASS if Kind.MASS in self.running else NONE
+        if wanted.kind is Kind.WINDOW and (keep is not None or Kind.MASS in self.running):
+            measure = wanted  # else nobody will look at it
         chunk = ops.Chunk(k, v, step.positions, step.starts)
         # Slots that hold nothing yet are not worth attending to.
         past = slots if any(before) else self._no_slots()
-        out, observed = ops.attention(q, past, chunk, variant=variant, statistics=wanted, window=window)
+        out, observed = ops.attention(q, past, chunk, variant=variant, statistics=measure, window=window)
 
-        if self.mass is not None and observed is not None and any(before):
-            self.mass += observed.slots
+        fresh = self._carry_on(k, step, past, measure, observed)
         stays = step.positions.unsqueeze(1).expand(-1, k.shape[1], -1) >= 0
         if keep is not None:
-            stays = self._cut(step, keep, past, observed)
-        self._resize_for(step)
-        self._write(k, v, step, stays, None if self.mass is None or observed is None else observed.chunk)
+            parts = None
+            if wanted.kind is Kind.WINDOW and observed is not None:
+                parts = (observed.slots, observed.chunk)
+            elif wanted.kind in self.running:
+                parts = (self.running[wanted.kind][:, :, : past.positions.shape[2]], fresh[wanted.kind])
+            stays = self._cut(chunk, step, keep, past, parts, variant.scale)
+        self._resize_for()
+        self._write(k, v, step, stays, fresh)
         if keep is not None:
-            self._shrink(step)
+            self._shrink()
         return out
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
-        self.window = None  # the prompt is over
+        self.window = self.moments = None  # the prompt is over
+        self._divide(step)
         # A row to which this step brings nothing (start 1) needs a free slot too, which is written to and stays empty.
-        self._resize_for(step, more=1)
+        self._resize_for(more=1)
         self.kept = [kept + 1 - start for kept, start in zip(self.kept, step.starts, strict=True)]
         slots = self._held()
         slot = (slots.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
         slots.keys.write_one(slot, k)
         slots.values.write_one(slot, v)
         slots.positions.scatter_(2, slot, step.positions.unsqueeze(1).expand(-1, k.shape[1], -1))
-        out, observed = ops.attention(q, slots, variant=variant, statistics=self.policy.statistics(Phase.DECODE))
-        if self.mass is not None and observed is not None:
-            self.mass.scatter_(2, slot, 0.0)
+        wanted, mass = self.policy.statistics(Phase.DECODE).kind, self.running.get(Kind.MASS)
+        measure = NONE if mass is None and wanted is not Kind.WINDOW else MASS
+        out, observed = ops.attention(q, slots, variant=variant, statistics=measure)
+        if mass is not None and observed is not None:
+            mass.scatter_(2, slot, 0.0)
             shown = step.positions.unsqueeze(1) >= 0
-            self.mass += observed.slots * shown if any(step.starts) else observed.slots
+            mass += observed.slots * shown if any(step.starts) else observed.slots
+        if Kind.KEY_NORM in self.running:
+            self.running[Kind.KEY_NORM].scatter_(2, slot, k.float().norm(dim=-1))
         keep = self._due(step)
         if keep is not None:
-            lengths = self._lengths(step)
-            view = LayerView(Phase.DECODE, slots.positions, self.mass, step.last)
-            slots.positions.masked_fill_(~self.policy.select(view, lengths, keep), -1)
+            newest = None if observed is None else observed.slots
+            view = LayerView(
+                Phase.DECODE,
+                slots.positions,
+                newest if wanted is Kind.WINDOW else self.running.get(wanted),
+                step.last,
+                self._since(step),
+                slots.keys.unstored,
+                slots.values.unstored,
+            )
+            stays, before = self.policy.select(view, self._lengths(step), keep), max(self.kept)
+            slots.positions.masked_fill_(~stays, -1)
             self.kept = [min(kept, most) for kept, most in zip(self.kept, keep, strict=True)]
+            if before - max(self.kept) >= GROWTH:  # a prompt that was left whole until now
+                self._shrink()
         return out
 
+    # -- statistics --------------------------------------------------------------------------------
+
+    def _carry_on(
+        self, k: Tensor, step: Step, past: ops.Slots, measure: Statistics, observed: ops.Observed | None
+    ) -> dict[Kind, Tensor]:
+        """Bring what is stored for the slots up to date; return the same for the chunk, (B, Hkv, n) each."""
+        fresh = {}
+        if Kind.KEY_NORM in self.running:
+            fresh[Kind.KEY_NORM] = k.float().norm(dim=-1)
+        mass = self.running.get(Kind.MASS)
+        if mass is None or observed is None:
+            return fresh
+        fresh[Kind.MASS] = observed.chunk
+        held, n = past.positions.shape[2] > 0, step.positions.shape[1]
+        if measure.kind is Kind.MASS:
+            if held:
+                mass += observed.slots
+            return fresh
+        # The sums over a prompt's window are taken anew at every chunk and every turn, and stand for all before.
+        for row, start in enumerate(step.starts):
+            if start < n:
+                self.since[row] = step.seen[row] - self.observers[row]
+                if held:
+                    mass[row] = observed.slots[row]
+        return fresh
+
+    def _since(self, step: Step) -> Tensor | int:
+        if not any(self.since):
+            return 0
+        return torch.tensor(self.since, dtype=torch.int32, device=step.positions.device).view(-1, 1, 1)
+
+    def _take_in(self, q: Tensor, step: Step, skip: int) -> None:
+        """Add the new queries to the moments, but those of a row's first ``skip`` tokens."""
+        batch, heads, n, dim = q.shape
+        if self.moments is None:
+            self.moments = QueryMoments(batch, heads, dim, q.device)
+        for row, start in enumerate(step.starts):
+            begin = max(start, n - (step.seen[row] - skip))
+            if begin < n:
+                self.moments.add(row, q[row, :, begin:], step.seen[row] - (n - begin), self.rope)
+
     # -- eviction ----------------------------------------------------------------------------------
+
+    def _divide(self, step: Step) -> None:
+        """Give this layer its part of each row's budget, which goes by the row's length when its last prompt ended."""
+        if step.phase is Phase.PROMPT:
+            rows = zip(self.prompted or step.seen, step.seen, step.starts, strict=True)
+            self.prompted = [seen if start < step.positions.shape[1] else old for old, seen, start in rows]
+        self.budgets = [
+            None
+            if budget is None
+            else self.policy.layer_budget(budget, layer=self.layer, layers=self.layers, seen=seen)
+            for budget, seen in zip(step.budgets, self.prompted, strict=True)
+        ]
 
     def _lengths(self, step: Step) -> list[Lengths]:
         return [
             Lengths(seen, kept, seen if budget is None else budget)
-            for seen, kept, budget in zip(step.seen, self.kept, step.budgets, strict=True)
+            for seen, kept, budget in zip(step.seen, self.kept, self.budgets, strict=True)
         ]
 
     def _due(self, step: Step) -> list[int] | None:
@@ -138,21 +257,44 @@ class LayerCache:
             return None
         return [row.kept if keep is None else keep for row, keep in zip(lengths, due, strict=True)]
 
-    def _cut(self, step: Step, keep: list[int], past: ops.Slots, observed: ops.Observed | None) -> Tensor:
-        """Free what the policy lets go among the slots; return (B, Hkv, n) bool, what stays of the chunk."""
+    def _cut(
+        self,
+        chunk: ops.Chunk,
+        step: Step,
+        keep: list[int],
+        past: ops.Slots,
+        parts: tuple[Tensor, Tensor] | None,
+        scale: float,
+    ) -> Tensor:
+        """Free what the policy lets go among the slots; return (B, Hkv, n) bool, what stays of the chunk.
+
+        ``parts`` is the statistic of the slots and that of the chunk.
+        """
         new = step.positions.unsqueeze(1).expand(-1, past.positions.shape[1], -1)
-        positions = torch.cat([past.positions, new], dim=2)
-        statistic = None
-        if observed is not None:
-            held = observed.slots if self.mass is None or not past.positions.shape[2] else self.mass
-            statistic = torch.cat([held, observed.chunk], dim=2)
+        positions, count = torch.cat([past.positions, new], dim=2), past.positions.shape[2]
         # Policies see a prompt in position order, empty slots last.
         order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=-1, stable=True)
-        statistic = None if statistic is None else statistic.gather(2, order)
-        view = LayerView(Phase.PROMPT, positions.gather(2, order), statistic, step.last)
+
+        def read(vectors: Vectors, made: Tensor) -> Tensor:
+            every = torch.cat([vectors.unstored(), made.float()], dim=2) if count else made.float()
+            return every.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, every.shape[-1]))
+
+        def expect() -> Queries:
+            assert self.moments is not None, "asked for by QUERIES only"
+            return self.moments.expected(step.seen, self.policy.statistics(Phase.PROMPT).future, scale, self.rope)
+
+        view = LayerView(
+            Phase.PROMPT,
+            positions.gather(2, order),
+            None if parts is None else torch.cat(parts, dim=2).gather(2, order),
+            step.last,
+            self._since(step),
+            lambda: read(past.keys, chunk.keys),
+            lambda: read(past.values, chunk.values),
+            None if self.moments is None else expect,
+        )
         chosen = self.policy.select(view, self._lengths(step), keep)
         stays = torch.zeros_like(chosen).scatter_(2, order, chosen)
-        count = past.positions.shape[2]
         past.positions.masked_fill_(~stays[:, :, :count], -1)
         self.kept = [min(kept, most) for kept, most in zip(self.kept, keep, strict=True)]
         return stays[:, :, count:]
@@ -180,7 +322,7 @@ class LayerCache:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _write(self, k: Tensor, v: Tensor, step: Step, stays: Tensor, mass: Tensor | None) -> None:
+    def _write(self, k: Tensor, v: Tensor, step: Step, stays: Tensor, fresh: dict[Kind, Tensor]) -> None:
         """Put the chunk's tokens that stay into free slots, lower positions into lower slots."""
         slots = self._held()
         rows, columns = stays.flatten(0, 1).nonzero(as_tuple=True)
@@ -190,31 +332,30 @@ class LayerCache:
         slots.keys.write_many(rows, places, k.flatten(0, 1)[rows, columns])
         slots.values.write_many(rows, places, v.flatten(0, 1)[rows, columns])
         slots.positions.flatten(0, 1)[rows, places] = step.positions[rows // k.shape[1], columns]
-        if self.mass is not None and mass is not None:
-            self.mass.flatten(0, 1)[rows, places] = mass.flatten(0, 1)[rows, columns]
+        for kind, values in fresh.items():
+            self.running[kind].flatten(0, 1)[rows, places] = values.flatten(0, 1)[rows, columns]
 
     def _least(self) -> int:
         return least_slots((self.k_codec, self.v_codec), self.exact)
 
-    def _bound(self, step: Step) -> int | None:
-        budgets = [budget for budget in step.budgets if budget is not None]
-        bounds = [self.policy.capacity(budget) for budget in budgets]
+    def _bound(self) -> int | None:
+        bounds = [None if budget is None else self.policy.capacity(budget) for budget in self.budgets]
         known = [bound for bound in bounds if bound is not None]
-        return max(known) if len(known) == len(step.budgets) else None
+        return max(known) if len(known) == len(bounds) else None
 
-    def _slots_for(self, tokens: int, step: Step) -> int:
-        return slots_for(tokens, self._bound(step), (self.k_codec, self.v_codec), self.exact)
+    def _slots_for(self, tokens: int) -> int:
+        return slots_for(tokens, self._bound(), (self.k_codec, self.v_codec), self.exact)
 
-    def _resize_for(self, step: Step, *, more: int = 0) -> None:
+    def _resize_for(self, *, more: int = 0) -> None:
         """Allocate slots if those held do not suffice for the tokens kept and, in decode, for one ``more``."""
         if max(self.kept) + more > self._held().positions.shape[2]:
-            self._resize(self._slots_for(max(self.kept), step))
+            self._resize(self._slots_for(max(self.kept)))
 
-    def _shrink(self, step: Step) -> None:
+    def _shrink(self) -> None:
         """Give back slots when a cut leaves a whole growth step or more unused."""
         slots, edge = self._held(), self._least()
         held = slots.positions[:, :, edge:] >= 0
-        target = max(self._slots_for(max(self.kept), step), edge + int(held.sum(-1).max()) if held.numel() else edge)
+        target = max(self._slots_for(max(self.kept)), edge + int(held.sum(-1).max()) if held.numel() else edge)
         if slots.positions.shape[2] - target >= GROWTH:
             order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : target - edge] + edge
             self._resize(target, order)
@@ -227,7 +368,7 @@ class LayerCache:
         slots.keys.resize(count, order)
         slots.values.resize(count, order)
         slots.positions = _moved(slots.positions, count, order, -1)
-        self.mass = None if self.mass is None else _moved(self.mass, count, order, 0.0)
+        self.running = {kind: _moved(tensor, count, order, 0.0) for kind, tensor in self.running.items()}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let row r of the batch hold everything that row ``rows[r]`` held; rows may repeat or be left out."""
@@ -237,7 +378,7 @@ class LayerCache:
         self.slots.keys.select(index)
         self.slots.values.select(index)
         self.slots.positions = self.slots.positions.index_select(0, index)
-        self.mass = None if self.mass is None else self.mass.index_select(0, index)
+        self.running = {kind: tensor.index_select(0, index) for kind, tensor in self.running.items()}
         if self.window is not None:
             self.window = self.window.index_select(0, index)
             self.observers = [self.observers[row] for row in rows]
@@ -253,15 +394,20 @@ class LayerCache:
 
     def reset(self) -> None:
         """Forget everything and give the memory back."""
-        self.slots = self.mass = self.window = None
-        self.kept = []
+        self.slots = self.window = self.moments = None
+        self.running = {}
+        self.kept, self.budgets, self.prompted, self.since = [], [], [], []
 
     def nbytes(self) -> int:
         """Bytes of every tensor held: codes, scales, positions, statistics, means, unquantised slots, empty slots."""
-        held: list[Tensor | None] = [self.mass, self.window]
+        held = list(self.running.values())
+        if self.window is not None:
+            held.append(self.window)
+        if self.moments is not None:
+            held += self.moments.tensors()
         if self.slots is not None:
             held += [*self.slots.keys.tensors(), *self.slots.values.tensors(), self.slots.positions]
-        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 
 def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvwinnow.cache.moments import moments_nbytes
 from kvwinnow.codecs import Codec, vectors_nbytes
 from kvwinnow.policies import Phase, Policy
 from kvwinnow.statistics import Kind
@@ -52,13 +53,24 @@ class LayerShape:
 def layer_nbytes(
     policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, *, batch: int, slots: int, queries: int = 0
 ) -> int:
-    """Bytes a ``LayerCache`` holds with ``slots`` slots per KV head and ``queries`` observing queries."""
+    """Bytes a ``LayerCache`` holds with ``slots`` slots per KV head and ``queries`` observing queries.
+
+    What else lives no longer than the prompt is added by ``prompt_nbytes``.
+    """
     sizes = (batch, shape.kv_heads, slots, shape.dim)
     total = sum(
         vectors_nbytes(codec, sizes, exact=shape.exact, centred=is_key, dtype=shape.dtype)
         for codec, is_key in zip(codecs, (True, False), strict=True)
     )
     total += batch * shape.kv_heads * slots * torch.int32.itemsize
-    if policy.statistics(Phase.DECODE).kind is Kind.MASS:
-        total += batch * shape.kv_heads * slots * torch.float32.itemsize
+    total += len(policy.running()) * batch * shape.kv_heads * slots * torch.float32.itemsize
     return total + batch * shape.heads * queries * shape.dim * shape.dtype.itemsize
+
+
+def prompt_nbytes(policy: Policy, shape: LayerShape, *, batch: int) -> int:
+    """Bytes a ``LayerCache`` holds beside its slots from a prompt to the first decode step, if it fills its window."""
+    statistics = policy.statistics(Phase.PROMPT)
+    if statistics.kind is Kind.QUERIES:
+        return moments_nbytes(batch, shape.heads, shape.dim)
+    queries = statistics.window if statistics.kind is Kind.WINDOW else 0
+    return batch * shape.heads * queries * shape.dim * shape.dtype.itemsize

@@ -126,6 +126,11 @@ class Vectors:
         coded = self.codec.decode(tuple(part[:, :, max(start - edge, 0) : max(stop - edge, 0)] for part in self.parts))
         return coded if start >= edge else torch.cat([self.exact[:, :, start:stop].to(coded.dtype), coded], dim=2)
 
+    def unstored(self) -> Tensor:
+        """All slots as vectors of the model: (B, Hkv, S, D) float32."""
+        x = self.restore(self.read(0, self.slots).float())
+        return x if self.mean is None else x + self.mean.unsqueeze(2)
+
     def write_one(self, slot: Tensor, x: Tensor) -> None:
         """Overwrite one slot of each KV head, without a branch that would have to wait for the device.
 

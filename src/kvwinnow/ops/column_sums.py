@@ -20,6 +20,8 @@ LOGITS = 2**18
 """Logits of one block, over all heads: 1 MiB, about a core's second-level cache."""
 UNDERFLOW = -87.0
 """exp of less is no normal float32 and takes a CPU 20 to 150 times longer; exp(-87) = 1.6e-38 adds nothing to a sum."""
+HIDDEN = 2e-38
+"""A little more than exp(UNDERFLOW)."""
 
 
 def column_sums(
@@ -48,6 +50,8 @@ def column_sums(
             rows = slice(start, min(start + step, total))
             weights = block.logits(rows, positions).sub_(lse[:, :, :, rows]).clamp_(min=UNDERFLOW).exp_()
             sums[:, :, block.start : block.stop] += weights.sum((2, 3))
+    # What is hidden from a query has left exp(UNDERFLOW) for it: a sum of no more than that is none.
+    sums.masked_fill_(sums <= total * (heads // kv_heads) * HIDDEN, 0.0)
     sums /= heads // kv_heads
     return Observed(sums[:, :, :count], sums[:, :, count:])
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.budget import Budget, check_budget
-from kvwinnow.statistics import NONE, Statistics
+from kvwinnow.statistics import NONE, RUNNING, Kind, Statistics
 from kvwinnow.textform import show_spec
+
+T = TypeVar("T")
+
+LEAST = {"sinks": 0, "recent": 0, "evict_every": 1, "window": 1, "kernel": 1, "beta": 1, "future": 1}
+"""Parameters that are whole numbers, in whatever policy, and the least each may be."""
 
 
 class Phase(enum.Enum):
@@ -44,6 +49,19 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """How the queries to come are expected to be distributed: times the attention's scale, at future positions.
+
+    Attributes:
+        mean: (B, Hq, D) float32, of scale * q.
+        covariance: (B, Hq, D, D) float32, of scale * q.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+
+@dataclass(frozen=True)
 class LayerView:
     """What a policy sees of one layer when it scores.
 
@@ -53,14 +71,39 @@ class LayerView:
     Attributes:
         phase: PROMPT or DECODE.
         positions: (B, Hkv, S) int32, the token's index in its row, -1 for an empty slot.
-        statistic: (B, Hkv, S) float32, what ``Policy.statistics`` asked for, mean over the GQA group; None for NONE.
+        statistic: (B, Hkv, S) float32, what ``Policy.statistics`` asked for, mean over the GQA group; None for NONE
+            and for QUERIES.
         last: (B, 1, 1) int32, the position of each row's newest token.
+        since: (B, 1, 1) int32, or one number for all: the position of the first query whose weights MASS holds.
+        read_keys: makes what ``keys`` gives; None: the caller cannot.
+        read_values: makes what ``values`` gives; None: the caller cannot.
+        make_queries: makes what ``queries`` gives; None: not asked for by QUERIES.
     """
 
     phase: Phase
     positions: Tensor
     statistic: Tensor | None
     last: Tensor
+    since: Tensor | int = 0
+    read_keys: Callable[[], Tensor] | None = None
+    read_values: Callable[[], Tensor] | None = None
+    make_queries: Callable[[], Queries] | None = None
+
+    def keys(self) -> Tensor:
+        """(B, Hkv, S, D) float32: the keys as the model made them, less what the codec lost; made when asked for."""
+        return _given(self.read_keys, "keys")()
+
+    def values(self) -> Tensor:
+        """(B, Hkv, S, D) float32: the values as the model made them, less what the codec lost; made when asked for."""
+        return _given(self.read_values, "values")()
+
+    def queries(self) -> Queries:
+        """The queries to come, as QUERIES asked for."""
+        return _given(self.make_queries, "queries (statistics NONE)")()
+
+    def observers(self) -> Tensor:
+        """(B, Hkv, S) int32: how many of the queries whose weights MASS holds could see each token."""
+        return (self.last - self.positions.clamp(min=self.since) + 1).clamp(min=1)
 
     def measured(self) -> Tensor:
         """The statistic, or a clear complaint if the caller did not measure it."""
@@ -81,6 +124,11 @@ class Policy:
     paper: ClassVar[str] = ""
     url: ClassVar[str] = ""
 
+    @property
+    def layered(self) -> bool:
+        """Whether ``layer_budget`` gives the layers different budgets."""
+        return False
+
     # -- what a method may define ------------------------------------------------------------------
 
     @property
@@ -100,6 +148,18 @@ class Policy:
         """What ops.attention must report in this phase."""
         return NONE
 
+    def layer_budget(self, budget: int, *, layer: int, layers: int, seen: int, least: int = 1) -> int:
+        """Tokens each KV head of one layer may hold, when ``budget`` is the mean over the layers.
+
+        Args:
+            budget: as resolved for a row, ``least`` and ``minimum()`` at least.
+            layer: index of the layer, 0 is the lowest.
+            layers: number of layers that share the budget.
+            seen: tokens the row has been given: no layer can use more.
+            least: no layer may get less than this, nor less than ``minimum()``.
+        """
+        return budget
+
     def due(self, phase: Phase, lengths: Lengths) -> int | None:
         """How many tokens each KV head keeps now; None: nothing to do. Pure, so that planners can call it too."""
         return None
@@ -113,6 +173,11 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} evicts, so it must define score()")
 
     # -- what all methods share --------------------------------------------------------------------
+
+    def running(self) -> tuple[Kind, ...]:
+        """The statistics that are stored for each slot."""
+        kinds = {self.statistics(phase).kind for phase in Phase}
+        return tuple(kind for kind in RUNNING if kind in kinds)
 
     def select(self, view: LayerView, lengths: Sequence[Lengths], keep: Sequence[int]) -> Tensor:
         """Which slots stay.
@@ -157,7 +222,7 @@ class Budgeted(Policy):
         check_budget(self.budget)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = {"sinks": 0, "recent": 0, "evict_every": 1, "window": 1, "kernel": 1}.get(field.name)
+            least = LEAST.get(field.name)
             optional = value is None and field.default is None
             if least is not None and not optional and (not _is_int(value) or value < least):
                 raise PolicyError(f"{self.name}: {field.name}={value!r} must be a whole number, {least} or more")
@@ -228,6 +293,12 @@ def all_but_lowest(scores: Tensor, positions: Tensor, evict: Tensor) -> Tensor:
 def _per_row(values: Sequence[int], device: torch.device) -> Tensor | int:
     """One number for each row, to meet (B, Hkv, S); a plain one where all rows agree, which costs no tensor."""
     return values[0] if len(set(values)) == 1 else torch.tensor(values, device=device).view(-1, 1, 1)
+
+
+def _given(make: Callable[[], T] | None, what: str) -> Callable[[], T]:
+    if make is None:
+        raise PolicyError(f"this policy scores by {what}, but the caller gave none")
+    return make
 
 
 def _is_int(value: object) -> bool:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import LayerView, Phase, Rolling
 from kvwinnow.statistics import MASS, Statistics
 
@@ -23,6 +24,8 @@ class H2O(Rolling):
         evict_every: decoding runs this many tokens over the budget before it is cut back; 1 is the paper's.
         sinks: tokens at the start of each row that are never evicted; the paper protects none.
         recent: latest tokens never evicted; None: half of what the sinks leave, as in the paper.
+        normalize: None, the paper's raw sum, which favours old tokens; "age": divided by the number of queries that
+            could see the token.
     """
 
     name: ClassVar[str] = "h2o"
@@ -31,6 +34,11 @@ class H2O(Rolling):
 
     sinks: int = 0
     recent: int | None = None
+    normalize: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_normalize(self.name, self.normalize)
 
     def statistics(self, phase: Phase) -> Statistics:
         return MASS
@@ -42,4 +50,19 @@ class H2O(Rolling):
         return max(1, self.sinks + (self.recent or 0))
 
     def score(self, view: LayerView) -> Tensor:
-        return view.measured()
+        return mass(view, self.normalize)
+
+
+def mass(view: LayerView, normalize: str | None) -> Tensor:
+    """(B, Hkv, S) float32: the attention each token received, as a sum or as a mean over the queries that saw it."""
+    return view.measured() if normalize is None else view.measured() / view.observers()
+
+
+def check_normalize(policy: str, normalize: object) -> None:
+    """Refuse what is no normalisation of an attention mass.
+
+    Raises:
+        PolicyError: neither None nor "age".
+    """
+    if normalize not in (None, "age"):
+        raise PolicyError(f"{policy}: normalize={normalize!r} is unknown; take age, or none for the raw sum")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import LayerView, Phase, Rolling
+from kvwinnow.policies.h2o import check_normalize, mass
 from kvwinnow.statistics import MASS, Statistics
 
 
@@ -21,6 +22,7 @@ class Hybrid(Rolling):
         evict_every: decoding runs this many tokens over the budget before it is cut back.
         sinks: tokens at the start of each row that are never evicted.
         heavy_ratio: share of (budget - sinks) given to heavy hitters, in [0, 1], rounded down.
+        normalize: None: the raw sum of attention; "age": divided by the number of queries that could see the token.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -29,6 +31,7 @@ class Hybrid(Rolling):
 
     sinks: int = 4
     heavy_ratio: float = 0.5
+    normalize: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.heavy_ratio, bool) or not isinstance(self.heavy_ratio, int | float):
@@ -36,6 +39,7 @@ class Hybrid(Rolling):
         if not 0 <= self.heavy_ratio <= 1:
             raise PolicyError(f"hybrid: heavy_ratio={self.heavy_ratio} must lie in [0, 1]")
         super().__post_init__()
+        check_normalize(self.name, self.normalize)
 
     def statistics(self, phase: Phase) -> Statistics:
         return MASS
@@ -48,4 +52,4 @@ class Hybrid(Rolling):
         return self.sinks + 1
 
     def score(self, view: LayerView) -> Tensor:
-        return view.measured()
+        return mass(view, self.normalize)

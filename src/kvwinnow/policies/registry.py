@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import Policy
+from kvwinnow.policies.compose import Compose
+from kvwinnow.policies.expected_attention import ExpectedAttention
 from kvwinnow.policies.full import Full
 from kvwinnow.policies.h2o import H2O
 from kvwinnow.policies.hybrid import Hybrid
+from kvwinnow.policies.keydiff import KeyDiff
+from kvwinnow.policies.knorm import Knorm
+from kvwinnow.policies.pyramidkv import PyramidKV
 from kvwinnow.policies.sliding_window import SlidingWindow
 from kvwinnow.policies.snapkv import SnapKV
 from kvwinnow.policies.streaming_llm import StreamingLLM
+from kvwinnow.policies.tova import TOVA
 from kvwinnow.textform import parse_spec
 
 # A new policy is one file beside this one and one entry here.
@@ -22,12 +28,18 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         Hybrid,
         SnapKV,
+        PyramidKV,
+        TOVA,
+        Knorm,
+        KeyDiff,
+        ExpectedAttention,
+        Compose,
     )
 }
 
 
 def parse(text: str) -> Policy:
-    """Read a policy from its text form, ``name`` or ``name:parameter=value,...``.
+    """Read a policy from its text form, ``name`` or ``name:parameter=value,...``; a value may be ``name(...)`` itself.
 
     Raises:
         PolicyError: an unknown name or parameter, or a value that the policy refuses.

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from kvwinnow.cache.memory import LayerShape, layer_nbytes, slots_for
+from kvwinnow.cache.memory import GROWTH, LayerShape, layer_nbytes, prompt_nbytes, slots_for
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
 from kvwinnow.policies import Phase, Policy
 from kvwinnow.policies.budget import parse_size
-from kvwinnow.statistics import Kind
 
 
 class Budgets:
@@ -89,15 +88,26 @@ class Budgets:
         )
         return self._current
 
-    def nbytes(self, tokens: int, batch: int) -> int:
-        """Bytes the whole cache takes when every KV head is at a budget of ``tokens``, right after the prompt."""
-        statistics = self.policy.statistics(Phase.PROMPT)
-        queries = statistics.window if statistics.kind is Kind.WINDOW else 0
-        bound = self.policy.capacity(tokens)
-        total = 0
-        for codecs, shape in self.layers:
-            slots = slots_for(tokens, bound, codecs, shape.exact)
-            total += layer_nbytes(self.policy, codecs, shape, batch=batch, slots=slots, queries=queries)
+    def nbytes(self, tokens: int, batch: int, seen: int | None = None) -> int:
+        """Bytes the whole cache takes when every KV head is at its budget, right after the prompt.
+
+        Args:
+            tokens: the budget, for policies that divide it among the layers their mean.
+            batch: number of rows.
+            seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of
+                slots may come to at most.
+        """
+        total, policy = 0, self.policy
+        for layer, (codecs, shape) in enumerate(self.layers):
+            kept, bound, spare = tokens, policy.capacity(tokens), 0
+            if policy.layered and seen is not None:
+                kept = min(seen, policy.layer_budget(tokens, layer=layer, layers=len(self.layers), seen=seen))
+                bound = policy.capacity(kept)
+            elif policy.layered:
+                bound, spare = None, GROWTH
+            slots = slots_for(kept, bound, codecs, shape.exact) + spare
+            total += layer_nbytes(policy, codecs, shape, batch=batch, slots=slots)
+            total += prompt_nbytes(policy, shape, batch=batch)
         return total
 
     def _tokens_in(self, size: str, batch: int) -> int:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,10 +24,12 @@ from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call
 from kvwinnow.integrations.transformers.dtypes import attention_dtype
 from kvwinnow.integrations.transformers.generation import Generation, plan
 from kvwinnow.integrations.transformers.report import CacheReport
+from kvwinnow.integrations.transformers.rope import find_ropes
 from kvwinnow.integrations.transformers.structure import inspect_model
 from kvwinnow.integrations.transformers.unwrap import refuse_learnt_prompts, unwrap
-from kvwinnow.ops import Variant
-from kvwinnow.policies import Phase, Policy, parse
+from kvwinnow.ops import Rope, Variant
+from kvwinnow.policies import Full, Phase, Policy, parse
+from kvwinnow.statistics import Kind
 
 EXACT_SLOTS = 4
 """Slots that codecs which quantise leave unquantised, at least: StreamingLLM's four sinks (arXiv 2309.17453)."""
@@ -83,7 +85,11 @@ class CompressedCache(Cache):
             codec.layout(self.structure.dim)
         sinks, _ = self.policy.protected(1)
         self.exact = max(EXACT_SLOTS, sinks)
-        super().__init__(layers=self._new_layers())
+        ropes: list[Rope | None] = [None] * self.structure.layers
+        if self.policy.statistics(Phase.PROMPT).kind is Kind.QUERIES:
+            trained, decoder = self.structure.trained_length, model.base_model
+            ropes = find_ropes(decoder, len(ropes), trained, _lone_token(model, decoder), self.policy.name)
+        super().__init__(layers=self._new_layers(ropes))
         shape = LayerShape(self.structure.heads, self.structure.kv_heads, self.structure.dim, self.exact, model.dtype)
         self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.layers)
         self._seen = Seen()
@@ -97,9 +103,12 @@ class CompressedCache(Cache):
         self._decoder = weakref.ref(model.base_model)
         attachment.attach(self, model, model.base_model)
 
-    def _new_layers(self) -> list[Any]:
-        layers = range(self.structure.layers)
-        return [LayerCache(self.policy, self.k_codec, self.v_codec, exact=self.exact) for _ in layers]
+    def _new_layers(self, ropes: list[Rope | None]) -> list[Any]:
+        codecs, count = (self.k_codec, self.v_codec), len(ropes)
+        return [
+            LayerCache(self.policy, *codecs, exact=self.exact, layer=layer, layers=count, rope=rope)
+            for layer, rope in enumerate(ropes)
+        ]
 
     # -- what users ask ----------------------------------------------------------------------------
 
@@ -452,6 +461,27 @@ class CompressedCache(Cache):
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         _refuse("early initialization")
+
+
+def _lone_token(model: PreTrainedModel, decoder: nn.Module) -> Callable[[int], list[Tensor]]:
+    """A position to each layer's queries (1, Hq, 1, D) of one and the same token, alone there."""
+
+    def queries_at(position: int) -> list[Tensor]:
+        probe, queries = CompressedCache(model, Full()), dict[int, Tensor]()
+        for index, layer in enumerate(probe._layers()):
+
+            def attend(q: Tensor, *rest: Any, index: int = index, original: Any = layer.attend) -> Tensor:
+                queries[index] = q
+                return original(q, *rest)  # type: ignore[no-any-return]
+
+            setattr(layer, "attend", attend)  # noqa: B010 - a method of this one object
+        ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            decoder(input_ids=ids, position_ids=ids * position, past_key_values=probe)
+        return [queries[index] for index in range(len(queries))]
+
+    return queries_at
 
 
 def _refuse(what: str) -> NoReturn:
