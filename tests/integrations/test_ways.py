@@ -252,7 +252,7 @@ def test_fault_01_right_padding_is_refused_wherever_it_comes_from(way: str) -> N
 
 # -- a real model and its pipeline ------------------------------------------------------------------------------------
 
-GREEDY = {"max_new_tokens": 10, "do_sample": False}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 PROMPTS = ["The capital of France is", "Two plus two", "My name is Anna and I live in"]
 
 
