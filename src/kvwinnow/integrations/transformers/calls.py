@@ -230,10 +230,8 @@ def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
     for row, start, tokens in zip(rows, new.starts, seen.row_tokens(new.batch), strict=True):
         if start == new.columns:
             continue
-        first = int(row[start])
-        if new.columns > 1 and not torch.equal(
-            row[start:], torch.arange(first, first + new.columns - start, device="cpu")
-        ):
+        first, count = int(row[start]), new.columns - start
+        if count > 1 and not torch.equal(row[start:], torch.arange(first, first + count, device="cpu")):
             raise KvwinnowError("the position_ids of a row's new tokens must count up by one; leave them out if unsure")
         if seen.columns and first not in (tokens, seen.columns + start):
             raise CacheStateError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
@@ -40,10 +41,15 @@ class Generation:
         Args:
             seen: the cache's content before the chunk.
             new: the chunk.
+
+        Raises:
+            KvwinnowError: the prompt ends with padding.
         """
         columns = seen.columns + new.columns
         if self.end is None or columns > self.end:
             return None
+        if columns == self.end and new.columns in new.starts:
+            _refuse_right_padding(new.starts.index(new.columns))
         before = (self.before if self.rows is None else self.before.select(self.rows)).row_tokens(new.batch)
         after = (old + n for old, n in zip(seen.row_tokens(new.batch), new.tokens, strict=True))
         # Padding lies before a row's first new token. Until that comes nobody can tell how much of it is left, and
@@ -82,6 +88,9 @@ def plan(seen: Seen, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
             f"cache_implementation={config.cache_implementation!r} asks generate for a cache of its own beside the "
             "CompressedCache; leave one of them out (model.generation_config may carry it)"
         )
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.numel() and not mask[:, -1].all():
+        _refuse_right_padding(int(mask[:, -1].to(torch.int64).argmin()))
     inputs = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     rows = seen.rows_that_go_on(inputs, copies) if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
@@ -102,6 +111,13 @@ def plan(seen: Seen, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
             "`with cache.prompt(length=n):`"
         )
     return Generation(rows, inputs.shape[1] if isinstance(inputs, Tensor) else 1, seen)
+
+
+def _refuse_right_padding(row: int) -> NoReturn:
+    raise KvwinnowError(
+        f"the attention_mask hides the last token of row {row}, which generate goes on from; pad on the left "
+        "(tokenizer.padding_side = 'left')"
+    )
 
 
 def _config(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GenerationConfig:
