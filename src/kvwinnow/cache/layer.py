@@ -23,6 +23,7 @@ class LayerCache:
             from the first decode step on.
         observers: for each row, how many of the window's queries are its own; padding lies before them.
         kept: for each row, tokens that each KV head holds.
+        written: once slots are shared with forks, the most own slots that a KV head may have filled.
     """
 
     def __init__(self, policy: Policy, k_codec: Codec, v_codec: Codec, *, exact: int) -> None:
@@ -32,6 +33,7 @@ class LayerCache:
         self.window: Tensor | None = None
         self.observers: list[int] = []
         self.kept: list[int] = []
+        self.written = 0
 
     # -- the way of a token ------------------------------------------------------------------------
 
@@ -49,14 +51,16 @@ class LayerCache:
             (B, Hq, n, D) in q's dtype.
         """
         slots = self.slots or self._allocate(k, v)
-        slots.keys.freeze_mean(k, list(step.starts))
+        slots.keys.freeze(k, list(step.starts))
+        slots.values.freeze(v, list(step.starts))
         return self._prompt(q, k, v, step, scale) if step.phase is Phase.PROMPT else self._decode(q, k, v, step, scale)
 
     def _allocate(self, k: Tensor, v: Tensor) -> ops.Slots:
         batch, kv_heads, _, dim = k.shape
-        shape = (batch, kv_heads, self._least(), dim)
-        keys = Vectors.allocate(self.k_codec, shape, exact=self.exact, centred=True, dtype=k.dtype, device=k.device)
-        values = Vectors.allocate(self.v_codec, shape, exact=self.exact, centred=False, dtype=v.dtype, device=v.device)
+        least = self._least()
+        shape = (batch, kv_heads, least, dim)
+        keys = Vectors.allocate(self.k_codec, shape, exact=least, centred=True, dtype=k.dtype, device=k.device)
+        values = Vectors.allocate(self.v_codec, shape, exact=least, centred=False, dtype=v.dtype, device=v.device)
         positions = torch.full(shape[:3], -1, dtype=torch.int32, device=k.device)
         self.slots = ops.Slots(keys, values, positions)
         if self.policy.statistics(Phase.DECODE).kind is Kind.MASS:
@@ -84,6 +88,7 @@ class LayerCache:
         stays = step.positions.unsqueeze(1).expand(-1, k.shape[1], -1) >= 0
         if keep is not None:
             stays = self._cut(step, keep, past, observed)
+        self._count_written(stays)
         self._resize_for(step)
         self._write(k, v, step, stays, None if self.mass is None or observed is None else observed.chunk)
         if keep is not None:
@@ -95,8 +100,9 @@ class LayerCache:
         # A row to which this step brings nothing (start 1) needs a free slot too, which is written to and stays empty.
         self._resize_for(step, more=1)
         self.kept = [kept + 1 - start for kept, start in zip(self.kept, step.starts, strict=True)]
+        self.written = min(self.written + 1, max(self.kept))
         slots = self._held()
-        slot = (slots.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
+        slot = self._free().to(torch.uint8).argmax(-1, keepdim=True)
         slots.keys.write_one(slot, k)
         slots.values.write_one(slot, v)
         slots.positions.scatter_(2, slot, step.positions.unsqueeze(1).expand(-1, k.shape[1], -1))
@@ -180,13 +186,35 @@ class LayerCache:
         slots = self._held()
         rows, columns = stays.flatten(0, 1).nonzero(as_tuple=True)
         rank = stays.flatten(0, 1).cumsum(-1)[rows, columns] - 1
-        free = (slots.positions >= 0).to(torch.uint8).argsort(dim=-1, stable=True).flatten(0, 1)
+        free = (~self._free()).to(torch.uint8).argsort(dim=-1, stable=True).flatten(0, 1)
         places = free[rows, rank]
         slots.keys.write_many(rows, places, k.flatten(0, 1)[rows, columns])
         slots.values.write_many(rows, places, v.flatten(0, 1)[rows, columns])
         slots.positions.flatten(0, 1)[rows, places] = step.positions[rows // k.shape[1], columns]
         if self.mass is not None and mass is not None:
             self.mass.flatten(0, 1)[rows, places] = mass.flatten(0, 1)[rows, columns]
+
+    def _free(self) -> Tensor:
+        """(B, Hkv, S) bool: slots that the next token may be written to. Shared ones that lost theirs stay empty."""
+        slots = self._held()
+        free = slots.positions < 0
+        first, stop = self._shared()
+        if first < stop:
+            free[:, :, first:stop] = False
+        return free
+
+    def _shared(self) -> tuple[int, int]:
+        """The range of the shared slots."""
+        keys = self._held().keys
+        return keys.exact.shape[2], keys.tail
+
+    def _count_written(self, stays: Tensor) -> None:
+        """Count own slots once a chunk's tokens of which (B, Hkv, n) ``stays`` tells are written."""
+        first, stop = self._shared()
+        if first < stop:
+            own = self._held().positions >= 0
+            own[:, :, first:stop] = False
+            self.written = int((own.sum(-1) + stays.sum(-1)).max())
 
     def _least(self) -> int:
         return least_slots((self.k_codec, self.v_codec), self.exact)
@@ -202,20 +230,48 @@ class LayerCache:
 
     def _resize_for(self, step: Step, *, more: int = 0) -> None:
         """Allocate slots if those held do not suffice for the tokens kept and, in decode, for one ``more``."""
-        if max(self.kept) + more > self._held().positions.shape[2]:
-            self._resize(self._slots_for(max(self.kept), step))
+        slots = self._held()
+        first, stop = self._shared()
+        count = slots.positions.shape[2] - (stop - first)
+        if self._own_tokens() + more > count:
+            self._let_go_of_empty_segments()
+            first, stop = self._shared()
+            self._resize(stop - first + self._slots_for(self._own_tokens(), step))
+
+    def _own_tokens(self) -> int:
+        """The most tokens that a KV head may hold outside the shared slots."""
+        first, stop = self._shared()
+        return max(self.kept) if first == stop else self.written
+
+    def _let_go_of_empty_segments(self) -> None:
+        """Give back shared segments of which no KV head holds a token any more."""
+        slots = self._held()
+        begin = slots.keys.exact.shape[2]
+        for segment, end in reversed(list(enumerate(slots.keys.seams))):
+            start = begin if segment == 0 else slots.keys.seams[segment - 1]
+            if not bool((slots.positions[:, :, start:end] >= 0).any()):
+                slots.keys.drop(segment)
+                slots.values.drop(segment)
+                slots.positions = torch.cat([slots.positions[:, :, :start], slots.positions[:, :, end:]], dim=2)
+                if self.mass is not None:
+                    self.mass = torch.cat([self.mass[:, :, :start], self.mass[:, :, end:]], dim=2)
 
     def _shrink(self, step: Step) -> None:
         """Give back slots when a cut leaves a whole growth step or more unused."""
-        slots, edge = self._held(), self._least()
+        self._let_go_of_empty_segments()
+        slots = self._held()
+        first, stop = self._shared()
+        edge = max(self._least(), stop)
         held = slots.positions[:, :, edge:] >= 0
-        target = max(self._slots_for(max(self.kept), step), edge + int(held.sum(-1).max()) if held.numel() else edge)
+        target = stop - first + self._slots_for(self._own_tokens(), step)
+        target = max(target, edge + int(held.sum(-1).max()) if held.numel() else edge)
         if slots.positions.shape[2] - target >= GROWTH:
             order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : target - edge] + edge
             self._resize(target, order)
 
     def _resize(self, count: int, order: Tensor | None = None) -> None:
-        slots, edge = self._held(), self._least()
+        slots = self._held()
+        edge = max(self._least(), self._shared()[1])
         if order is not None:
             first = torch.arange(edge, device=order.device).expand(*order.shape[:2], -1)
             order = torch.cat([first, order], dim=2)
@@ -223,6 +279,22 @@ class LayerCache:
         slots.values.resize(count, order)
         slots.positions = _moved(slots.positions, count, order, -1)
         self.mass = None if self.mass is None else _moved(self.mass, count, order, 0.0)
+
+    def fork(self) -> LayerCache:
+        """Another layer with the same content, which shares all slots but the unquantised ones.
+
+        From now on both write to new slots of their own only, and neither sees what becomes of the other.
+        """
+        twin = LayerCache(self.policy, self.k_codec, self.v_codec, exact=self.exact)
+        if self.slots is not None:
+            if self.slots.keys.parts[0].shape[2]:  # else all of it is shared already
+                self.written = self.slots.keys.exact.shape[2]
+            keys, values = self.slots.keys.fork(), self.slots.values.fork()
+            twin.slots = ops.Slots(keys, values, self.slots.positions.clone())
+        twin.mass = None if self.mass is None else self.mass.clone()
+        twin.window = self.window  # never written to, only replaced
+        twin.observers, twin.kept, twin.written = list(self.observers), list(self.kept), self.written
+        return twin
 
     def _held(self) -> ops.Slots:
         assert self.slots is not None, "attend() allocates before anything else runs"
@@ -236,6 +308,7 @@ class LayerCache:
         """Forget everything and give the memory back."""
         self.slots = self.mass = self.window = None
         self.kept = []
+        self.written = 0
 
     def nbytes(self) -> int:
         """Bytes of every tensor held: codes, scales, positions, statistics, means, unquantised slots, empty slots."""

@@ -54,11 +54,11 @@ def attention(
 
 def _decode(q: Tensor, slots: Slots, scale: float, statistics: Statistics) -> tuple[Tensor, Observed | None]:
     batch, heads, _, dim = q.shape
-    kv_heads, count = slots.positions.shape[1:]
+    kv_heads = slots.positions.shape[1]
     # The query heads of one KV head stand as rows of one matrix, so that no key or value is repeated.
     queries, shift = slots.keys.query(q.reshape(batch, kv_heads, heads // kv_heads, dim))
     queries = queries.float()
-    blocks = [(start, min(start + SLOT_BLOCK, count)) for start in range(0, count, SLOT_BLOCK)]
+    blocks = slots.blocks(SLOT_BLOCK)
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
     if shift is not None:
         logits += shift
@@ -99,9 +99,8 @@ def _prompt(
     q: Tensor, slots: Slots, chunk: Chunk, scale: float, statistics: Statistics, window: Window | None
 ) -> tuple[Tensor, Observed | None]:
     out, lse = flash(q, chunk.keys, chunk.values, scale=scale, causal=True)
-    count = slots.positions.shape[2]
-    for start in range(0, count, SLOT_BLOCK):
-        out, lse = merge((out, lse), _over_slots(q, slots, start, min(start + SLOT_BLOCK, count), scale))
+    for start, stop in slots.blocks(SLOT_BLOCK):
+        out, lse = merge((out, lse), _over_slots(q, slots, start, stop, scale))
     observed = None
     if statistics.kind is Kind.MASS:
         observed = column_sums(q, None, lse, slots, chunk, scale)

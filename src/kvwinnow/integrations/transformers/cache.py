@@ -39,8 +39,8 @@ class CompressedCache(Cache):
     Args:
         model: a loaded transformers model of a tested structure.
         policy: which tokens stay; a Policy or its text form such as "snapkv:budget=1024".
-        dtype: how keys and values are stored: "fp32", "bf16", "fp16", "int8", "int4", "int4:group=32", a torch dtype
-            or a Codec. None: the model's own dtype.
+        dtype: how keys and values are stored: "fp32", "bf16", "fp16", "fp8", "int8", "int4", "int4:group=32", "fp4",
+            "fp4:style=mx", a torch dtype or a Codec. None: the model's own dtype.
         k_dtype: the same for keys alone.
         v_dtype: the same for values alone.
 
