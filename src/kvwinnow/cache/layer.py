@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class LayerCache:
             from the first decode step on.
         observers: for each row, how many of the window's queries are its own; padding lies before them.
         kept: for each row, tokens that each KV head holds.
+        lent: whether forks refer to this window as well.
         written: once slots are shared with forks, the most own slots that a KV head may have filled.
     """
 
@@ -33,6 +36,7 @@ class LayerCache:
         self.window: Tensor | None = None
         self.observers: list[int] = []
         self.kept: list[int] = []
+        self.lent = False
         self.written = 0
 
     # -- the way of a token ------------------------------------------------------------------------
@@ -50,22 +54,21 @@ class LayerCache:
         Returns:
             (B, Hq, n, D) in q's dtype.
         """
-        slots = self.slots or self._allocate(k, v)
+        slots = self.slots or self.allocate((*k.shape[:2], self._least(), k.shape[3]), k.dtype, k.device)
         slots.keys.freeze(k, list(step.starts))
         slots.values.freeze(v, list(step.starts))
         return self._prompt(q, k, v, step, scale) if step.phase is Phase.PROMPT else self._decode(q, k, v, step, scale)
 
-    def _allocate(self, k: Tensor, v: Tensor) -> ops.Slots:
-        batch, kv_heads, _, dim = k.shape
+    def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> ops.Slots:
+        """Empty slots of ``shape`` (B, Hkv, S, D) for a model of that dtype."""
         least = self._least()
-        shape = (batch, kv_heads, least, dim)
-        keys = Vectors.allocate(self.k_codec, shape, exact=least, centred=True, dtype=k.dtype, device=k.device)
-        values = Vectors.allocate(self.v_codec, shape, exact=least, centred=False, dtype=v.dtype, device=v.device)
-        positions = torch.full(shape[:3], -1, dtype=torch.int32, device=k.device)
+        keys = Vectors.allocate(self.k_codec, shape, exact=least, centred=True, dtype=dtype, device=device)
+        values = Vectors.allocate(self.v_codec, shape, exact=least, centred=False, dtype=dtype, device=device)
+        positions = torch.full(shape[:3], -1, dtype=torch.int32, device=device)
         self.slots = ops.Slots(keys, values, positions)
         if self.policy.statistics(Phase.DECODE).kind is Kind.MASS:
-            self.mass = torch.zeros(shape[:3], dtype=torch.float32, device=k.device)
-        self.kept = [0] * batch
+            self.mass = torch.zeros(shape[:3], dtype=torch.float32, device=device)
+        self.kept = [0] * shape[0]
         return self.slots
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scale: float) -> Tensor:
@@ -163,6 +166,7 @@ class LayerCache:
         batch, heads, n, dim = q.shape
         earlier = q.new_zeros(batch, heads, 0, dim) if self.window is None else self.window
         before = [0] * batch if self.window is None else self.observers
+        self.lent = False
         self.observers = [min(width, old + n - start) for old, start in zip(before, step.starts, strict=True)]
         if any(step.starts):
             width = min(width, earlier.shape[2] + n)
@@ -293,6 +297,7 @@ class LayerCache:
             twin.slots = ops.Slots(keys, values, self.slots.positions.clone())
         twin.mass = None if self.mass is None else self.mass.clone()
         twin.window = self.window  # never written to, only replaced
+        twin.lent = self.lent = self.window is not None
         twin.observers, twin.kept, twin.written = list(self.observers), list(self.kept), self.written
         return twin
 
@@ -309,6 +314,31 @@ class LayerCache:
         self.slots = self.mass = self.window = None
         self.kept = []
         self.written = 0
+
+    def shared_nbytes(self) -> int:
+        """Of ``nbytes()``, what forks of this layer, or the one it was forked from, refer to as well."""
+        shared = [self.window] if self.window is not None and self.lent else []
+        if self.slots is not None:
+            shared += [*self.slots.keys.shared_tensors(), *self.slots.values.shared_tensors()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in shared)
+
+    def flat(self) -> dict[str, Tensor]:
+        """Every tensor held, by name, what is shared and what is not as one: what a file of the layer holds."""
+        slots = self._held()
+        named = {f"keys.{name}": tensor for name, tensor in slots.keys.flat().items()}
+        named |= {f"values.{name}": tensor for name, tensor in slots.values.flat().items()}
+        named["positions"] = slots.positions
+        statistics = {"mass": self.mass, "window": self.window}
+        return named | {name: tensor for name, tensor in statistics.items() if tensor is not None}
+
+    def adopt(self, named: Mapping[str, Tensor], kept: list[int], observers: list[int], frozen: list[bool]) -> None:
+        """Take over what ``flat`` gave for slots allocated alike; ``frozen`` tells which rows had a token."""
+        slots = self._held()
+        for side, vectors in (("keys.", slots.keys), ("values.", slots.values)):
+            own = {name.removeprefix(side): tensor for name, tensor in named.items() if name.startswith(side)}
+            vectors.adopt(own, frozen)
+        slots.positions, self.mass, self.window = named["positions"], named.get("mass"), named.get("window")
+        self.kept, self.observers = kept, observers
 
     def nbytes(self) -> int:
         """Bytes of every tensor held: codes, scales, positions, statistics, means, unquantised slots, empty slots."""

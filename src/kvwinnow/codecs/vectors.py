@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +101,27 @@ class Vectors:
         """Every tensor that this storage refers to."""
         frozen = tuple(tensor for tensor in (self.mean, self.scale) if tensor is not None)
         return (self.exact, *self.parts, *frozen, *(part for segment in self.shared for part in segment))
+
+    def shared_tensors(self) -> tuple[Tensor, ...]:
+        """Of these, the ones that forks refer to as well."""
+        if not self.shared:
+            return ()
+        frozen = (self.mean, self.scale) if all(self.frozen) else ()
+        return tuple(x for place in (*self.shared, frozen) for x in place if x is not None)
+
+    def flat(self) -> dict[str, Tensor]:
+        """Every tensor by name, what is shared and what is not as one."""
+        places = [*self.shared, self.parts]
+        parts = [torch.cat(pieces, dim=2) if self.shared else pieces[0] for pieces in zip(*places, strict=True)]
+        named = {"exact": self.exact, "mean": self.mean, "scale": self.scale}
+        named |= {f"part{index}": part for index, part in enumerate(parts)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def adopt(self, named: Mapping[str, Tensor], frozen: list[bool]) -> None:
+        """Take over tensors of the same names, shapes and dtypes as ``flat`` gives, and which rows' mean is set."""
+        self.exact, self.mean, self.scale = named["exact"], named.get("mean"), named.get("scale")
+        self.parts = tuple(named[f"part{index}"] for index in range(len(self.parts)))
+        self.frozen = [(self.mean is None and self.scale is None) or done for done in frozen]
 
     # -- stored space ------------------------------------------------------------------------------
 

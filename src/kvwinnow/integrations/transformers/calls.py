@@ -15,6 +15,9 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from kvwinnow.errors import CacheStateError, KvwinnowError
 from kvwinnow.integrations.transformers.structure import Structure
 
+DIGEST = 16
+"""Bytes of a running hash of token ids."""
+
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -55,13 +58,13 @@ class Seen:
     Attributes:
         columns: columns, padding included.
         tokens: for each row, tokens without padding; empty before the first call.
-        digests: for each row, a running hash of its token ids; None once ids were not known (inputs_embeds).
+        digests: for each row, a running hash of its token ids, 16 bytes; None once ids were not known (inputs_embeds).
         ended: whether the last prompt is known to be complete, since a token was decoded or ``generate`` called anew.
     """
 
     columns: int = 0
     tokens: tuple[int, ...] = ()
-    digests: tuple[Any, ...] | None = ()
+    digests: tuple[bytes, ...] | None = ()
     ended: bool = False
 
     def row_tokens(self, batch: int) -> tuple[int, ...]:
@@ -76,7 +79,7 @@ class Seen:
             digests = None
         else:
             digests = tuple(
-                _hashed(row, earlier) for row, earlier in zip(ids, digests or (None,) * new.batch, strict=True)
+                _hashed(row, earlier) for row, earlier in zip(ids, digests or (b"",) * new.batch, strict=True)
             )
         return Seen(self.columns + new.columns, tokens, digests, decoding)
 
@@ -94,9 +97,7 @@ class Seen:
                 f"this cache holds a batch of {batch} rows and {rows} are given; call cache.reset() first"
             )
         begun = ids[:, : self.columns].repeat_interleave(batch // rows, 0)
-        same = all(
-            _hashed(row, None).digest() == digest.digest() for row, digest in zip(begun, self.digests, strict=True)
-        )
+        same = all(_hashed(row) == digest for row, digest in zip(begun, self.digests, strict=True))
         if same and ids.shape[1] == self.columns:
             raise CacheStateError(
                 f"this cache has seen all {self.columns} tokens given; add at least one to go on, or call "
@@ -109,10 +110,11 @@ class Seen:
             )
 
 
-def _hashed(ids: Tensor, earlier: Any) -> Any:
-    hashed = hashlib.blake2b(digest_size=16) if earlier is None else earlier.copy()
-    hashed.update(ids.to("cpu", torch.int64).contiguous().numpy().tobytes())
-    return hashed
+def _hashed(ids: Tensor, digest: bytes = b"") -> bytes:
+    """The digest after further token ids (n,), hashed in one by one: however they are chunked, it is the same."""
+    for token in ids.tolist():
+        digest = hashlib.blake2b(digest + token.to_bytes(8, "little", signed=True), digest_size=DIGEST).digest()
+    return digest
 
 
 def check_call(
