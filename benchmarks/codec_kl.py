@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvwinnow.codecs import BF16, FP16, Codec, Int4, Int8, Vectors
+from kvwinnow.codecs import BF16, FP4, FP8, FP16, Codec, Int4, Int8, Vectors
 from kvwinnow.integrations.loading import load
 
 TOKENS = 1024
@@ -64,16 +64,20 @@ def same(name: str, codec: Codec, exact: int = 0, reference: tuple[float, float]
     return Case(name, codec, codec, exact, reference)
 
 
-# The independent implementation kept float32 scales and an asymmetric int8; "plain" is neither centred nor rotated.
+# The independent implementation kept float32 scales, an asymmetric int8 and fp4 without a tensor scale; "plain" is
+# neither centred nor rotated.
 CASES = (
     same("fp16", FP16()),
     same("bf16", BF16()),
     same("int8 g64", Int8(group=64), reference=(0.0005, 0.0003)),
+    same("fp8", FP8(), reference=(0.0087, 0.0053)),
     Case("K int8 g64, V int4 g64", Int8(group=64), Int4(group=64), reference=(0.0061, 0.0067)),
     same("int4 g64 plain", Int4(group=64, rotate=False, centre=False), reference=(0.138, 0.126)),
     same("int4 g32 plain", Int4(group=32, rotate=False, centre=False), reference=(0.073, 0.056)),
     same("int4 g64, sinks exact", Int4(group=64), exact=SINKS, reference=(0.033, 0.027)),
     same("int4 g32, sinks exact", Int4(group=32), exact=SINKS, reference=(0.025, 0.019)),
+    same("fp4 nv, sinks exact", FP4(), exact=SINKS, reference=(0.045, 0.040)),
+    same("fp4 mx, sinks exact", FP4(style="mx"), exact=SINKS),
 )
 
 
@@ -93,7 +97,7 @@ def stored(codec: Codec, x: Tensor, exact: int, *, keys: bool) -> Vectors:
     batch, heads, count, dim = x.shape
     size = (batch, heads, count, dim)
     vectors = Vectors.allocate(codec, size, exact=exact, centred=keys, dtype=x.dtype, device=x.device)
-    vectors.freeze_mean(x, [0] * batch)
+    vectors.freeze(x, [0] * batch)
     rows = torch.arange(batch * heads).repeat_interleave(count)
     vectors.write_many(rows, torch.arange(count).repeat(batch * heads), x.reshape(-1, dim))
     return vectors

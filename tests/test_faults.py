@@ -426,6 +426,28 @@ def test_fault_15_a_ratio_is_never_changed_inside() -> None:
         assert counts(cache) == {length // 4}
 
 
+# -- 18: few bits together with few tokens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8", "int8", "int4", "fp4", "fp4:style=mx"])
+@pytest.mark.parametrize("name", FULL_WIDTH)
+def test_fault_18_every_policy_evicts_in_every_codec(name: str, dtype: str) -> None:
+    """A prompt is cut by attention that no codec has touched, so what the first layer keeps is the same.
+
+    What comes out after that is held against the oracle in test_oracle_codecs.py.
+    """
+    model = tiny_model()
+    exact, coded = (CompressedCache(model, FULL_WIDTH[name], dtype=stored) for stored in ("fp32", dtype))
+    ids, mask = tiny_tokens(70, 50)
+    for cache in (exact, coded):
+        logits(model, ids, cache, attention_mask=mask)
+    assert torch.equal(*(cache.positions(0).sort(-1, descending=True).values[..., :24] for cache in (exact, coded)))
+    assert name == "full" or coded.nbytes() < exact.nbytes()
+    for seed, length in enumerate((9, 1, 1, 1, 1)):
+        assert logits(model, tiny_tokens(length, length, seed=seed)[0], coded).isfinite().all()
+        assert max(counts(coded)) <= {"full": 99, "snapkv": 28, "snapkv-avg": 28}.get(name, 24 + 3)
+
+
 # -- 24: the first tokens ---------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,13 @@ PAIRS = [
     ("int4:group=32,rotate=false", "int8:group=32"),
     ("int4:group=16,centre=false", "int4:rotate=false"),
     ("int4", "fp32"),
+    ("fp8", "fp8:group=16"),
+    ("fp4", "fp4"),
+    ("fp4:style=mx", "fp4:style=mx,rotate=false"),
+    ("fp4:centre=false,group=32", "fp8"),
 ]
+
+EVERY = ["fp32", "bf16", "fp16", "fp8", "int8", "int4", "fp4", "fp4:style=mx"]
 
 # All keep the token just decoded, so that it can be read back.
 METHODS = [
@@ -47,7 +53,7 @@ METHODS = [
     ),
 ]
 
-LOSS = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.01, "int4": 0.15}
+LOSS = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 0.01, "int4": 0.15, "fp8": 0.04, "fp4": 0.15}
 """Most that a codec may change a vector of normal numbers, relative to its norm."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -143,13 +149,42 @@ def test_outputs_stay_the_oracles_while_slots_grow_and_shrink(codecs: tuple[str,
     assert slots[-1] < 64
 
 
-@pytest.mark.parametrize("dim", [16, 80, 96, 128])
-def test_outputs_are_the_oracles_in_every_head_dimension(dim: int) -> None:
+SHORT = Stream(
+    kv_heads=2,
+    group=2,
+    dim=32,
+    turns=(Turn((26, 15), (14, 26), (12, 10), 6), Turn((5, 3), (5,), (12, 10), 2)),
+    seed=2,
+)
+
+
+@pytest.mark.parametrize("values", EVERY)
+@pytest.mark.parametrize("keys", EVERY)
+def test_keys_and_values_may_be_stored_in_any_pair_of_formats(keys: str, values: str) -> None:
+    tally = Counter[str]()
+    follow_stored(METHODS[2], SHORT, (keys, values), tally)
+    assert tally["cuts"] > 20
+    assert not tally["near"]
+
+
+@pytest.mark.parametrize("codec", EVERY)
+@pytest.mark.parametrize("method", [*METHODS, Method("slidingwindow", {"evict_every": 2})], ids=lambda made: made.name)
+def test_every_policy_evicts_in_every_codec(method: Method, codec: str) -> None:
+    stream = dataclasses.replace(SHORT, unlimited=method.name == "full")
+    tally = Counter[str]()
+    follow_stored(method, stream, (codec, codec), tally)
+    assert method.name == "full" or tally["cuts"] > 8
+    assert not tally["near"]
+
+
+@pytest.mark.parametrize("codec", ["int4", "fp4", "fp4:style=mx", "fp8"])
+@pytest.mark.parametrize("dim", [16, 24, 40, 80, 96, 128])
+def test_outputs_are_the_oracles_in_every_head_dimension(dim: int, codec: str) -> None:
     method = METHODS[2]
     search(
         streams(method, 3, dims=(dim,)),
-        lambda stream: follow_stored(method, stream, ("int4", "int4"), Counter()),
-        examples=8,
+        lambda stream: follow_stored(method, stream, (codec, codec), Counter()),
+        examples=8 if codec == "int4" else 2,
     )
 
 

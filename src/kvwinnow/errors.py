@@ -13,6 +13,10 @@ class CodecError(KvwinnowError):
     """A storage format that does not exist, or that does not fit the model's head dimension."""
 
 
+class DocumentError(KvwinnowError):
+    """A saved cache that cannot be written, or a file that is none, is damaged or belongs to another model."""
+
+
 class UnsupportedModelError(KvwinnowError):
     """A model whose attention kvwinnow has not been tested on."""
 

@@ -46,7 +46,7 @@ def test_mean_and_rotation_leave_the_products_as_they_were(dim: int, centre: boo
     vectors = stored(dim, centre=centre, rotated=rotated)
     keys = torch.randn(2, 3, 10, dim) + 5 * torch.randn(2, 3, 1, dim)
     queries = torch.randn(2, 3, 4, dim)
-    vectors.freeze_mean(keys, [0, 4])
+    vectors.freeze(keys, [0, 4])
     q, shift = vectors.query(queries)
     logits = q.float() @ vectors.store(keys).float().mT
     logits = logits if shift is None else logits + shift
@@ -55,10 +55,10 @@ def test_mean_and_rotation_leave_the_products_as_they_were(dim: int, centre: boo
 
 def test_the_mean_is_that_of_the_first_tokens_without_padding() -> None:
     vectors, keys = stored(64), torch.randn(2, 3, 40, 64)
-    vectors.freeze_mean(keys, [0, 40])
+    vectors.freeze(keys, [0, 40])
     assert vectors.frozen == [True, False]
     further = torch.randn(2, 3, 36, 64)
-    vectors.freeze_mean(further, [0, 2])
+    vectors.freeze(further, [0, 2])
     assert vectors.frozen == [True, True]
     assert vectors.mean is not None
     torch.testing.assert_close(vectors.mean[0], keys[0].mean(1))
@@ -67,10 +67,10 @@ def test_the_mean_is_that_of_the_first_tokens_without_padding() -> None:
 
 def test_the_mean_is_frozen() -> None:
     vectors = stored(64)
-    vectors.freeze_mean(torch.randn(2, 3, 300, 64), [0, 0])
+    vectors.freeze(torch.randn(2, 3, 300, 64), [0, 0])
     assert vectors.mean is not None
     before = vectors.mean.clone()
-    vectors.freeze_mean(torch.randn(2, 3, 5, 64), [0, 0])
+    vectors.freeze(torch.randn(2, 3, 5, 64), [0, 0])
     assert torch.equal(vectors.mean, before)
 
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from kvwinnow.codecs import Vectors, parse_codec, vectors_nbytes
 
-CODECS = ["fp32", "bf16", "fp16", "int8", "int8:group=16", "int4", "int4:group=16,rotate=false", "int4:centre=false"]
-QUANTISING = CODECS[3:]
+INTEGERS = ["int8", "int8:group=16", "int4", "int4:group=16,rotate=false", "int4:centre=false"]
+FLOATS = ["fp8", "fp8:group=16", "fp4", "fp4:rotate=false,centre=false", "fp4:style=mx", "fp4:group=8,centre=false"]
+QUANTISING = [*INTEGERS, *FLOATS]
+CODECS = ["fp32", "bf16", "fp16", *QUANTISING]
 BATCH, HEADS, SLOTS, DIM, EXACT = 2, 3, 12, 32, 4
 
 
@@ -27,7 +29,7 @@ def filled(
         device=torch.device("cpu"),
     )
     x = (torch.randn(BATCH, HEADS, SLOTS, DIM) + 2).to(dtype)
-    vectors.freeze_mean(x, [0] * BATCH)
+    vectors.freeze(x, [0] * BATCH)
     rows = torch.arange(BATCH * HEADS).repeat_interleave(SLOTS)
     vectors.write_many(rows, torch.arange(SLOTS).repeat(BATCH * HEADS), x.flatten(0, 2))
     return vectors, x
@@ -57,7 +59,7 @@ def test_one_slot_is_overwritten_and_no_other_bit_changes(codec: str, slot: int)
     for was, now, slots in zip(before, frozen(vectors), slots_of(vectors), strict=True):
         same = (was == now).all(-1)
         assert same[~changed[:, :, list(slots)]].all()
-    close = 0.7 if "int4" in codec else 0.05
+    close = {"int4": 0.7, "fp4": 1.0, "fp8": 0.25}.get(codec.partition(":")[0], 0.05)
     index = where.unsqueeze(-1).expand(-1, -1, -1, DIM)
     stored = vectors.read(0, SLOTS).float().gather(2, index)
     torch.testing.assert_close(stored, vectors.store(new).float(), atol=close, rtol=0.01)
@@ -88,10 +90,18 @@ def test_the_first_slots_are_exact_up_to_the_models_dtype(codec: str, dtype: tor
     assert error.abs().max() <= 2 * torch.finfo(dtype).eps * x.float().norm(dim=-1).max()
 
 
-def test_formats_that_do_not_quantise_have_no_exact_slots() -> None:
-    vectors, x = filled("fp32")
-    assert vectors.exact.shape[2] == 0
-    assert torch.equal(vectors.read(0, SLOTS), x)
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16"])
+def test_formats_that_do_not_quantise_hold_all_slots_alike(codec: str) -> None:
+    vectors, x = filled(codec)
+    x = 1e5 * x
+    vectors.write_many(
+        torch.arange(BATCH * HEADS).repeat_interleave(SLOTS),
+        torch.arange(SLOTS).repeat(BATCH * HEADS),
+        x.flatten(0, 2),
+    )
+    (stored,) = vectors.codec.encode(x)
+    assert vectors.exact.dtype == stored.dtype
+    assert torch.equal(vectors.read(0, SLOTS), stored)
 
 
 @pytest.mark.parametrize(

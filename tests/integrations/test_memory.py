@@ -21,6 +21,8 @@ DTYPES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "fp16"},
     "int8": {"dtype": "int8"},
     "int4": {"dtype": "int4"},
+    "fp8-fp4": {"k_dtype": "fp8", "v_dtype": "fp4"},
+    "fp4-mx": {"dtype": "fp4:style=mx"},
     "int4-plain": {"dtype": "int4:group=8,rotate=false,centre=false"},
     "int8-int4": {"k_dtype": "int8", "v_dtype": "int4"},
     "bf16-int8": {"k_dtype": "bf16", "v_dtype": "int8"},

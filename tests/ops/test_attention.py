@@ -28,7 +28,7 @@ def store(k: Tensor, v: Tensor, positions: Tensor, codec: Codec) -> Slots:
     made = []
     for x, centred in ((k, True), (v, False)):
         vectors = Vectors.allocate(codec, x.shape, exact=4, centred=centred, dtype=x.dtype, device=CPU)
-        vectors.freeze_mean(x, [0] * batch)
+        vectors.freeze(x, [0] * batch)
         vectors.write_many(rows, slots, x.flatten(0, 2))
         made.append(vectors)
     return Slots(*made, positions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ class LayerCache:
         kept: for each row, tokens that each KV head holds.
         budgets: for each row, tokens that each KV head of this layer may hold; None: no limit.
         prompted: for each row, tokens seen when its last prompt ended.
+        lent: whether forks refer to this window as well.
+        written: once slots are shared with forks, the most own slots that a KV head may have filled.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class LayerCache:
         self.kept: list[int] = []
         self.budgets: list[int | None] = []
         self.prompted: list[int] = []
+        self.lent = False
+        self.written = 0
 
     # -- the way of a token ------------------------------------------------------------------------
 
@@ -93,22 +99,23 @@ class LayerCache:
             (B, Hq, n, D) in q's dtype.
         """
         step = step.on(k.device)
-        slots = self.slots or self._allocate(k, v)
-        slots.keys.freeze_mean(k, list(step.starts))
+        slots = self.slots or self.allocate((*k.shape[:2], self._least(), k.shape[3]), k.dtype, k.device)
+        slots.keys.freeze(k, list(step.starts))
+        slots.values.freeze(v, list(step.starts))
         return (
             self._prompt(q, k, v, step, variant) if step.phase is Phase.PROMPT else self._decode(q, k, v, step, variant)
         )
 
-    def _allocate(self, k: Tensor, v: Tensor) -> ops.Slots:
-        batch, kv_heads, _, dim = k.shape
-        shape = (batch, kv_heads, self._least(), dim)
-        keys = Vectors.allocate(self.k_codec, shape, exact=self.exact, centred=True, dtype=k.dtype, device=k.device)
-        values = Vectors.allocate(self.v_codec, shape, exact=self.exact, centred=False, dtype=v.dtype, device=v.device)
-        positions = torch.full(shape[:3], -1, dtype=torch.int32, device=k.device)
+    def allocate(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> ops.Slots:
+        """Empty slots of ``shape`` (B, Hkv, S, D) for a model of that dtype."""
+        least = self._least()
+        keys = Vectors.allocate(self.k_codec, shape, exact=least, centred=True, dtype=dtype, device=device)
+        values = Vectors.allocate(self.v_codec, shape, exact=least, centred=False, dtype=dtype, device=device)
+        positions = torch.full(shape[:3], -1, dtype=torch.int32, device=device)
         self.slots = ops.Slots(keys, values, positions)
         for kind in self.policy.running():
-            self.running[kind] = torch.zeros(shape[:3], dtype=torch.float32, device=k.device)
-        self.kept, self.since = [0] * batch, [0] * batch
+            self.running[kind] = torch.zeros(shape[:3], dtype=torch.float32, device=device)
+        self.kept, self.since = [0] * shape[0], [0] * shape[0]
         return self.slots
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
@@ -139,6 +146,7 @@ class LayerCache:
             elif wanted.kind in self.running:
                 parts = (self.running[wanted.kind][:, :, : past.positions.shape[2]], fresh[wanted.kind])
             stays = self._cut(chunk, step, keep, past, parts, variant.scale)
+        self._count_written(stays)
         self._resize_for()
         self._write(k, v, step, stays, fresh)
         if keep is not None:
@@ -151,8 +159,9 @@ class LayerCache:
         # A row to which this step brings nothing (start 1) needs a free slot too, which is written to and stays empty.
         self._resize_for(more=1)
         self.kept = [kept + 1 - start for kept, start in zip(self.kept, step.starts, strict=True)]
+        self.written = min(self.written + 1, max(self.kept))
         slots = self._held()
-        slot = (slots.positions < 0).to(torch.uint8).argmax(-1, keepdim=True)
+        slot = self._free().to(torch.uint8).argmax(-1, keepdim=True)
         slots.keys.write_one(slot, k)
         slots.values.write_one(slot, v)
         slots.positions.scatter_(2, slot, step.positions.unsqueeze(1).expand(-1, k.shape[1], -1))
@@ -304,6 +313,7 @@ class LayerCache:
         batch, heads, n, dim = q.shape
         earlier = q.new_zeros(batch, heads, 0, dim) if self.window is None else self.window
         before = [0] * batch if self.window is None else self.observers
+        self.lent = False
         self.observers = [min(width, old + n - start) for old, start in zip(before, step.starts, strict=True)]
         if any(step.starts):
             width = min(width, earlier.shape[2] + n)
@@ -327,13 +337,35 @@ class LayerCache:
         slots = self._held()
         rows, columns = stays.flatten(0, 1).nonzero(as_tuple=True)
         rank = stays.flatten(0, 1).cumsum(-1)[rows, columns] - 1
-        free = (slots.positions >= 0).to(torch.uint8).argsort(dim=-1, stable=True).flatten(0, 1)
+        free = (~self._free()).to(torch.uint8).argsort(dim=-1, stable=True).flatten(0, 1)
         places = free[rows, rank]
         slots.keys.write_many(rows, places, k.flatten(0, 1)[rows, columns])
         slots.values.write_many(rows, places, v.flatten(0, 1)[rows, columns])
         slots.positions.flatten(0, 1)[rows, places] = step.positions[rows // k.shape[1], columns]
         for kind, values in fresh.items():
             self.running[kind].flatten(0, 1)[rows, places] = values.flatten(0, 1)[rows, columns]
+
+    def _free(self) -> Tensor:
+        """(B, Hkv, S) bool: slots that the next token may be written to. Shared ones that lost theirs stay empty."""
+        slots = self._held()
+        free = slots.positions < 0
+        first, stop = self._shared()
+        if first < stop:
+            free[:, :, first:stop] = False
+        return free
+
+    def _shared(self) -> tuple[int, int]:
+        """The range of the shared slots."""
+        keys = self._held().keys
+        return keys.exact.shape[2], keys.tail
+
+    def _count_written(self, stays: Tensor) -> None:
+        """Count own slots once a chunk's tokens of which (B, Hkv, n) ``stays`` tells are written."""
+        first, stop = self._shared()
+        if first < stop:
+            own = self._held().positions >= 0
+            own[:, :, first:stop] = False
+            self.written = int((own.sum(-1) + stays.sum(-1)).max())
 
     def _least(self) -> int:
         return least_slots((self.k_codec, self.v_codec), self.exact)
@@ -348,20 +380,47 @@ class LayerCache:
 
     def _resize_for(self, *, more: int = 0) -> None:
         """Allocate slots if those held do not suffice for the tokens kept and, in decode, for one ``more``."""
-        if max(self.kept) + more > self._held().positions.shape[2]:
-            self._resize(self._slots_for(max(self.kept)))
+        slots = self._held()
+        first, stop = self._shared()
+        count = slots.positions.shape[2] - (stop - first)
+        if self._own_tokens() + more > count:
+            self._let_go_of_empty_segments()
+            first, stop = self._shared()
+            self._resize(stop - first + self._slots_for(self._own_tokens()))
+
+    def _own_tokens(self) -> int:
+        """The most tokens that a KV head may hold outside the shared slots."""
+        first, stop = self._shared()
+        return max(self.kept) if first == stop else self.written
+
+    def _let_go_of_empty_segments(self) -> None:
+        """Give back shared segments of which no KV head holds a token any more."""
+        slots = self._held()
+        begin = slots.keys.exact.shape[2]
+        for segment, end in reversed(list(enumerate(slots.keys.seams))):
+            start = begin if segment == 0 else slots.keys.seams[segment - 1]
+            if not bool((slots.positions[:, :, start:end] >= 0).any()):
+                slots.keys.drop(segment)
+                slots.values.drop(segment)
+                slots.positions = _without(slots.positions, start, end)
+                self.running = {kind: _without(tensor, start, end) for kind, tensor in self.running.items()}
 
     def _shrink(self) -> None:
         """Give back slots when a cut leaves a whole growth step or more unused."""
-        slots, edge = self._held(), self._least()
+        self._let_go_of_empty_segments()
+        slots = self._held()
+        first, stop = self._shared()
+        edge = max(self._least(), stop)
         held = slots.positions[:, :, edge:] >= 0
-        target = max(self._slots_for(max(self.kept)), edge + int(held.sum(-1).max()) if held.numel() else edge)
+        target = stop - first + self._slots_for(self._own_tokens())
+        target = max(target, edge + int(held.sum(-1).max()) if held.numel() else edge)
         if slots.positions.shape[2] - target >= GROWTH:
             order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : target - edge] + edge
             self._resize(target, order)
 
     def _resize(self, count: int, order: Tensor | None = None) -> None:
-        slots, edge = self._held(), self._least()
+        slots = self._held()
+        edge = max(self._least(), self._shared()[1])
         if order is not None:
             first = torch.arange(edge, device=order.device).expand(*order.shape[:2], -1)
             order = torch.cat([first, order], dim=2)
@@ -382,7 +441,37 @@ class LayerCache:
         if self.window is not None:
             self.window = self.window.index_select(0, index)
             self.observers = [self.observers[row] for row in rows]
-        self.kept = [self.kept[row] for row in rows]
+        if self.moments is not None:
+            self.moments.select(index)
+        self.kept, self.since = [self.kept[row] for row in rows], [self.since[row] for row in rows]
+        self.prompted = [self.prompted[row] for row in rows] if self.prompted else []
+
+    def fork(self) -> LayerCache:
+        """Another layer with the same content, which shares all slots but the unquantised ones.
+
+        From now on both write to new slots of their own only, and neither sees what becomes of the other.
+        """
+        twin = LayerCache(
+            self.policy,
+            self.k_codec,
+            self.v_codec,
+            exact=self.exact,
+            layer=self.layer,
+            layers=self.layers,
+            rope=self.rope,
+        )
+        if self.slots is not None:
+            if self.slots.keys.parts[0].shape[2]:  # else all of it is shared already
+                self.written = self.slots.keys.exact.shape[2]
+            keys, values = self.slots.keys.fork(), self.slots.values.fork()
+            twin.slots = ops.Slots(keys, values, self.slots.positions.clone())
+        twin.running = {kind: tensor.clone() for kind, tensor in self.running.items()}
+        twin.moments = copy.deepcopy(self.moments)
+        twin.window = self.window  # never written to, only replaced
+        twin.lent = self.lent = self.window is not None
+        twin.observers, twin.kept, twin.written = list(self.observers), list(self.kept), self.written
+        twin.since, twin.prompted, twin.budgets = list(self.since), list(self.prompted), list(self.budgets)
+        return twin
 
     def _held(self) -> ops.Slots:
         assert self.slots is not None, "attend() allocates before anything else runs"
@@ -397,6 +486,57 @@ class LayerCache:
         self.slots = self.window = self.moments = None
         self.running = {}
         self.kept, self.budgets, self.prompted, self.since = [], [], [], []
+        self.written = 0
+
+    def shared_nbytes(self) -> int:
+        """Of ``nbytes()``, what forks of this layer, or the one it was forked from, refer to as well."""
+        shared = [self.window] if self.window is not None and self.lent else []
+        if self.slots is not None:
+            shared += [*self.slots.keys.shared_tensors(), *self.slots.values.shared_tensors()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in shared)
+
+    def flat(self) -> dict[str, Tensor]:
+        """Every tensor held, by name, what is shared and what is not as one: what a file of the layer holds."""
+        slots = self._held()
+        named = {f"keys.{name}": tensor for name, tensor in slots.keys.flat().items()}
+        named |= {f"values.{name}": tensor for name, tensor in slots.values.flat().items()}
+        named["positions"] = slots.positions
+        named |= {f"running.{kind.name.lower()}": tensor for kind, tensor in self.running.items()}
+        if self.window is not None:
+            named["window"] = self.window
+        if self.moments is not None:
+            named["moments.mean"], named["moments.products"] = self.moments.tensors()
+        return named
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("kept", "since", "prompted", "observers", "queries")
+
+    def counts(self) -> dict[str, list[int]]:
+        """For each row, the numbers that go with the tensors of ``flat``; none where there is nothing to count."""
+        queries = [] if self.moments is None else self.moments.counts
+        return {
+            "kept": self.kept,
+            "since": self.since,
+            "prompted": self.prompted,
+            "observers": self.observers,
+            "queries": queries,
+        }
+
+    def adopt(self, named: Mapping[str, Tensor], counts: Mapping[str, list[int]], frozen: list[bool]) -> None:
+        """Take over what ``flat`` and ``counts`` gave for slots allocated alike.
+
+        ``frozen`` tells which rows had a token.
+        """
+        slots = self._held()
+        for side, vectors in (("keys.", slots.keys), ("values.", slots.values)):
+            own = {name.removeprefix(side): tensor for name, tensor in named.items() if name.startswith(side)}
+            vectors.adopt(own, frozen)
+        slots.positions, self.window = named["positions"], named.get("window")
+        self.running = {kind: named[f"running.{kind.name.lower()}"] for kind in self.running}
+        self.kept, self.since, self.prompted = counts["kept"], counts["since"], counts["prompted"]
+        self.observers = counts["observers"]
+        self.moments = None
+        if "moments.mean" in named:
+            self.moments = QueryMoments.of(counts["queries"], named["moments.mean"], named["moments.products"])
 
     def nbytes(self) -> int:
         """Bytes of every tensor held: codes, scales, positions, statistics, means, unquantised slots, empty slots."""
@@ -408,6 +548,10 @@ class LayerCache:
         if self.slots is not None:
             held += [*self.slots.keys.tensors(), *self.slots.values.tensors(), self.slots.positions]
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return torch.cat([tensor[:, :, :start], tensor[:, :, stop:]], dim=2)
 
 
 def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:

@@ -29,6 +29,18 @@ class QueryMoments:
         self.mean = torch.zeros(batch, heads, dim, dtype=torch.float32, device=device)
         self.products = torch.zeros(batch, heads, dim, dim, dtype=torch.float32, device=device)
 
+    @classmethod
+    def of(cls, counts: list[int], mean: Tensor, products: Tensor) -> QueryMoments:
+        """Moments that were taken before."""
+        moments = cls.__new__(cls)
+        moments.counts, moments.mean, moments.products = counts, mean, products
+        return moments
+
+    def select(self, rows: Tensor) -> None:
+        """Let row r have the moments of row ``rows[r]``; ``rows`` is (N,) int64 on the moments' device."""
+        self.counts = [self.counts[row] for row in rows.tolist()]
+        self.mean, self.products = self.mean.index_select(0, rows), self.products.index_select(0, rows)
+
     def add(self, row: int, q: Tensor, first: int, rope: Rope | None) -> None:
         """Take in queries of one row.
 

@@ -26,7 +26,8 @@ def generate(
     question: Annotated[str | None, typer.Argument(help="In quotes.", show_default=False)] = None,
     policy: Annotated[str, typer.Option(help="Which tokens stay; see kvwinnow policies.")] = "snapkv:budget=1024",
     kv_dtype: Annotated[
-        str | None, typer.Option(help="How keys and values are stored: fp32, bf16, fp16, int8, int4, int4:group=32.")
+        str | None,
+        typer.Option(help="How keys and values are stored: fp32, bf16, fp16, fp8, int8, int4, int4:group=32, fp4."),
     ] = None,
     k_dtype: Annotated[str | None, typer.Option(help="The same for keys alone.")] = None,
     v_dtype: Annotated[str | None, typer.Option(help="The same for values alone.")] = None,

@@ -33,7 +33,8 @@ class Codec:
     """Base of all codecs. Frozen: a codec has parameters, never state.
 
     A codec that quantises may ask for two exact transforms of what it stores (see ``codecs.vectors``): ``rotates``,
-    an orthonormal Hadamard rotation, and ``centres``, the removal of a fixed mean vector from keys.
+    an orthonormal Hadamard rotation, and ``centres``, the removal of a fixed mean vector from keys. One whose own
+    scales span a small range may ask for a third, ``scales``: division by one number for each KV head.
     """
 
     name: ClassVar[str] = ""
@@ -48,6 +49,15 @@ class Codec:
     def centres(self) -> bool:
         """Whether keys are stored less their mean vector (values never are: their mean is part of the output)."""
         return False
+
+    @property
+    def scales(self) -> bool:
+        """Whether vectors are divided by a tensor scale, frozen like the mean, before they are encoded."""
+        return False
+
+    def tensor_scale(self, largest: Tensor) -> Tensor:
+        """The tensor scale for first vectors whose largest elements are ``largest`` (any shape), where ``scales``."""
+        raise NotImplementedError
 
     def layout(self, dim: int) -> tuple[Part, ...]:
         """The tensors that hold one vector of ``dim`` elements.
@@ -73,19 +83,19 @@ class Codec:
         return show_spec(self.name, self)
 
 
-def group_of(dim: int, group: int | None, codec: str) -> int:
-    """Elements that share a scale: ``group``, or by default the largest divisor of ``dim`` up to 64.
+def group_of(dim: int, group: int | None, codec: str, *, most: int = 64) -> int:
+    """Elements that share a scale: ``group``, or by default the largest divisor of ``dim`` up to ``most``.
 
     Raises:
         CodecError: ``group`` does not divide ``dim``.
     """
     if group is None:
-        return max(size for size in range(1, min(dim, 64) + 1) if dim % size == 0)
+        return max(size for size in range(1, min(dim, most) + 1) if dim % size == 0)
     if dim % group:
         fitting = [size for size in (128, 64, 32, 16) if dim % size == 0]
         raise CodecError(
             f"{codec}: group={group} does not divide the head dimension {dim}; "
-            f"take {' or '.join(map(str, fitting)) or group_of(dim, None, codec)}"
+            f"take {' or '.join(map(str, fitting)) or group_of(dim, None, codec, most=most)}"
         )
     return group
 
@@ -103,3 +113,35 @@ def check_group(group: object, codec: str) -> None:
     """
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 2):
         raise CodecError(f"{codec}: group={group!r} must be a whole number of elements, 2 or more, such as 64")
+
+
+def check_flags(codec: str, **flags: object) -> None:
+    """Refuse a flag that is neither true nor false.
+
+    Raises:
+        CodecError: it is something else.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise CodecError(f"{codec}: {name}={value!r} must be true or false")
+
+
+def check_even(dim: int, codec: str) -> None:
+    """Refuse a head dimension whose elements cannot lie two a byte.
+
+    Raises:
+        CodecError: ``dim`` is odd.
+    """
+    if dim % 2:
+        raise CodecError(f"{codec}: the head dimension {dim} is odd, and two elements share a byte; use int8 or bf16")
+
+
+def pack(codes: Tensor) -> Tensor:
+    """(..., dim) uint8 codes of 4 bits to (..., dim / 2): byte j holds element j low, element j + dim / 2 high."""
+    first, second = codes.chunk(2, dim=-1)
+    return first | (second << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """What ``pack`` packed: (..., dim / 2) to (..., dim) uint8."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)

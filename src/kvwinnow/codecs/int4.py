@@ -8,8 +8,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvwinnow.codecs.base import SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
-from kvwinnow.errors import CodecError
+from kvwinnow.codecs.base import (
+    SMALLEST_FP16,
+    Codec,
+    Part,
+    check_even,
+    check_flags,
+    check_group,
+    group_of,
+    grouped,
+    pack,
+    unpack,
+)
 
 _LIMIT = torch.finfo(torch.float16).max
 
@@ -35,9 +45,7 @@ class Int4(Codec):
 
     def __post_init__(self) -> None:
         check_group(self.group, self.name)
-        for name, value in (("rotate", self.rotate), ("centre", self.centre)):
-            if not isinstance(value, bool):
-                raise CodecError(f"int4: {name}={value!r} must be true or false")
+        check_flags(self.name, rotate=self.rotate, centre=self.centre)
 
     @property
     def rotates(self) -> bool:
@@ -48,8 +56,7 @@ class Int4(Codec):
         return self.centre
 
     def layout(self, dim: int) -> tuple[Part, ...]:
-        if dim % 2:
-            raise CodecError(f"int4: the head dimension {dim} is odd, and two elements share a byte; use int8 or bf16")
+        check_even(dim, self.name)
         groups = dim // group_of(dim, self.group, self.name)
         return Part(torch.uint8, dim // 2), Part(torch.float16, groups), Part(torch.float16, groups)
 
@@ -61,12 +68,10 @@ class Int4(Codec):
         zero = low.float()
         scale = ((high - zero) / 15).clamp_(0, _LIMIT).to(torch.float16)
         codes = (groups - zero).div_(scale.float().clamp_(min=SMALLEST_FP16)).round_().clamp_(0, 15)
-        codes = codes.to(torch.uint8).flatten(-2)
-        first, second = codes.chunk(2, dim=-1)
-        return first | (second << 4), scale.squeeze(-1), low.squeeze(-1)
+        return pack(codes.to(torch.uint8).flatten(-2)), scale.squeeze(-1), low.squeeze(-1)
 
     def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
         packed, scale, low = parts
-        codes = torch.cat([packed & 15, packed >> 4], dim=-1)
+        codes = unpack(packed)
         groups = grouped(codes, codes.shape[-1] // scale.shape[-1]).float()
         return groups.mul_(scale.float().unsqueeze(-1)).add_(low.float().unsqueeze(-1)).flatten(-2)

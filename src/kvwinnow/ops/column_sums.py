@@ -128,8 +128,7 @@ def _blocks(q: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Iterator
         queries, shift = slots.keys.query(grouped)
         queries = queries.float().mul(variant.scale).view(*shape, dim)
         shift = None if shift is None else shift.mul(variant.scale).view(*shape, 1)
-        for a in range(0, count, KEY_BLOCK):
-            b = min(a + KEY_BLOCK, count)
+        for a, b in slots.blocks(KEY_BLOCK):
             keys, where = slots.keys.read(a, b).float().mT, slots.positions[:, :, a:b]
             yield _Block(a, b, 0, 0, bool((where < 0).any()), keys, where, queries, shift, variant)
     queries = grouped.float().mul(variant.scale).view(*shape, dim)

@@ -55,11 +55,11 @@ def attention(
 
 def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -> tuple[Tensor, Observed | None]:
     batch, heads, _, dim = q.shape
-    kv_heads, count = slots.positions.shape[1:]
+    kv_heads = slots.positions.shape[1]
     # The query heads of one KV head stand as rows of one matrix, so that no key or value is repeated.
     queries, shift = slots.keys.query(q.reshape(batch, kv_heads, heads // kv_heads, dim))
     queries = queries.float()
-    blocks = [(start, min(start + SLOT_BLOCK, count)) for start in range(0, count, SLOT_BLOCK)]
+    blocks = slots.blocks(SLOT_BLOCK)
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
     if shift is not None:
         logits += shift
@@ -113,9 +113,8 @@ def _prompt(
         out, lse = sliding_flash(
             q, chunk.keys, chunk.values, scale=variant.scale, sliding=variant.sliding, softcap=variant.softcap
         )
-    count = slots.positions.shape[2]
-    for start in range(0, count, SLOT_BLOCK):
-        block = slice(start, min(start + SLOT_BLOCK, count))
+    for start, stop in slots.blocks(SLOT_BLOCK):
+        block = slice(start, stop)
         if variant.sliding is None:
             out, lse = merge((out, lse), _over_slots(q, None, slots, block, variant))
         else:

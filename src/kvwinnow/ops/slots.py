@@ -23,6 +23,14 @@ class Slots:
     values: Vectors
     positions: Tensor
 
+    def blocks(self, size: int) -> list[tuple[int, int]]:
+        """Ranges (start, stop) of at most ``size`` slots that cover all of them, none across a seam of the storage."""
+        count = self.positions.shape[2]
+        ends = [*(seam for seam in self.keys.seams if seam < count), count]
+        begins = [0, *ends[:-1]]
+        spans = zip(begins, ends, strict=True)
+        return [(start, min(start + size, end)) for begin, end in spans for start in range(begin, end, size)]
+
     def row(self, index: int) -> Slots:
         """One row of the batch, as views of the same memory."""
         return Slots(self.keys.row(index), self.values.row(index), self.positions[index : index + 1])

@@ -51,6 +51,23 @@ class Budgets:
             )
             self.layers.append(((k_codec, v_codec), dataclasses.replace(self.shape, dtype=dtype)))
 
+    def state(self) -> list[int] | None:
+        """What was resolved so far, for a file."""
+        return None if self._current is None else list(self._current)
+
+    def set_state(self, state: object, rows: int) -> None:
+        """Take over what ``state`` gave for that many rows.
+
+        Raises:
+            ValueError: it is nothing that ``state`` gives.
+        """
+        if state is None:
+            self._current = None
+        elif isinstance(state, list) and len(state) == rows and all(type(n) is int and 0 < n < 2**31 for n in state):
+            self._current = tuple(state)
+        else:
+            raise ValueError("budgets")
+
     def resolve(
         self, phase: Phase, seen: Seen, new: NewTokens, declared: tuple[int, ...] | None
     ) -> tuple[int | None, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,7 @@ from kvwinnow.cache import LayerCache, Step
 from kvwinnow.cache.memory import LayerShape
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError
-from kvwinnow.integrations.transformers import attachment
+from kvwinnow.integrations.transformers import attachment, saving
 from kvwinnow.integrations.transformers.budgets import Budgets
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
 from kvwinnow.integrations.transformers.dtypes import attention_dtype
@@ -45,8 +47,9 @@ class CompressedCache(Cache):
     Args:
         model: a loaded transformers model of a tested structure, or a PeftModel around one.
         policy: which tokens stay; a Policy or its text form such as "snapkv:budget=1024".
-        dtype: how keys and values are stored: "fp32", "bf16", "fp16", "int8", "int4", "int4:group=32", a torch dtype
-            or a Codec. None: unquantised, each layer in the dtype of its own keys and values.
+        dtype: how keys and values are stored: "fp32", "bf16", "fp16", "fp8", "int8", "int4", "int4:group=32", "fp4",
+            "fp4:style=mx", a torch dtype or a Codec. None: unquantised, each layer in the dtype of its own keys and
+            values.
         k_dtype: the same for keys alone.
         v_dtype: the same for values alone.
 
@@ -99,6 +102,7 @@ class CompressedCache(Cache):
         self._generation: Generation | None = None
         self._next_rows: tuple[int, ...] | None = None
         self._interrupted = False
+        self._forking = threading.Lock()
         self._model = weakref.ref(model)
         self._decoder = weakref.ref(model.base_model)
         attachment.attach(self, model, model.base_model)
@@ -143,8 +147,55 @@ class CompressedCache(Cache):
             tokens_seen=max(self._seen.tokens, default=0),
             tokens_kept=max((kept for layer in self._layers() for kept in layer.kept), default=0),
             nbytes=self.nbytes(),
+            shared_nbytes=sum(layer.shared_nbytes() for layer in self._layers()),
             full_nbytes=sum(self._seen.tokens) * self.structure.layers * per_token,
         )
+
+    def fork(self) -> CompressedCache:
+        """Another cache with the same content, which shares the tokens held so far: one document, many questions.
+
+        Neither cache sees what the other is given or evicts from now on, as if it were a ``copy.deepcopy``; but only
+        positions, statistics and the few unquantised slots are copied, and later each stores its own new tokens.
+        What is shared is freed with the last cache that holds a token of it.
+
+        Raises:
+            CacheStateError: a call was interrupted, or a prompt is being fed.
+        """
+        self._refuse_unfinished("fork()")
+        twin = self._twin()
+        # Tensors made in inference mode could not be written to by a later call outside it.
+        with self._forking, torch.inference_mode(False), torch.no_grad():
+            twin.layers = [layer.fork() for layer in self._layers()]  # type: ignore[misc]
+        return twin
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything held to one safetensors file, compressed as it lies in memory.
+
+        The file appears as a whole or not at all: whatever goes wrong, an existing one stays as it was.
+
+        Raises:
+            DocumentError: the file cannot be written, or the policy has no text form to find it by.
+            CacheStateError: there is nothing to save, a call was interrupted, or a prompt is being fed.
+        """
+        self._refuse_unfinished("save()")
+        saving.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel, *, device: str | torch.device | None = None
+    ) -> CompressedCache:
+        """A cache as ``save`` wrote it, for the same model. Nothing in the file is executed.
+
+        Args:
+            path: the file.
+            model: the model it was saved with, in the same dtype, on any device.
+            device: where to put the cache; None: where the model's layers are.
+
+        Raises:
+            DocumentError: the file is none of ``save``, is damaged, or belongs to another model.
+            UnsupportedModelError: the model's structure is not served.
+        """
+        return saving.load(path, model, device)
 
     def reset(self) -> None:
         """Forget everything and give the memory back; the next prompt is as if it were the first.
@@ -201,10 +252,7 @@ class CompressedCache(Cache):
         if decoder is not self._decoder():
             self._refuse_model(decoder)
         if self._interrupted:
-            raise CacheStateError(
-                "an earlier call with this cache was interrupted midway, so its layers differ in what they hold; "
-                "call cache.reset() and give the prompt again"
-            )
+            self._refuse_interrupted()
         ids = given.get("input_ids")
         rows = self._next_rows
         seen = self._seen if rows is None else self._seen.select(rows)
@@ -308,15 +356,33 @@ class CompressedCache(Cache):
         raise CacheStateError("a CompressedCache belongs to its model and cannot be pickled; use copy.deepcopy(cache)")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        twin = self._twin()
+        with torch.inference_mode(False), torch.no_grad():
+            twin.layers = copy.deepcopy(self.layers, memo)
+        return twin
+
+    def _twin(self) -> CompressedCache:
+        """An empty cache that has seen what this one has."""
         model = self._model()
         if model is None:
             raise CacheStateError("the model of this cache is gone, so the cache cannot be copied")
         twin = CompressedCache(model, self.policy, k_dtype=self.k_codec, v_dtype=self.v_codec)
         twin.follows = self.follows
-        twin.layers = copy.deepcopy(self.layers, memo)
-        twin.budgets = copy.deepcopy(self.budgets, memo)
+        twin.budgets = copy.deepcopy(self.budgets)
         twin._seen, twin._interrupted = self._seen, self._interrupted
         return twin
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if self._declared is not None:
+            raise CacheStateError(f"{what} inside `with cache.prompt(...)` takes a prompt half fed; call it after it")
+        if self._interrupted:
+            self._refuse_interrupted()
+
+    def _refuse_interrupted(self) -> NoReturn:
+        raise CacheStateError(
+            "an earlier call with this cache was interrupted midway, so its layers differ in what they hold; "
+            "call cache.reset() and give the prompt again"
+        )
 
     def _refuse_model(self, other: nn.Module) -> NoReturn:
         own = self._model()

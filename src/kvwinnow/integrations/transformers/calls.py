@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from kvwinnow.errors import CacheStateError, KvwinnowError
 from kvwinnow.integrations.transformers.structure import Structure
 
+DIGEST = 16
+"""Bytes of a running hash of token ids."""
+
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -54,13 +57,13 @@ class Seen:
     Attributes:
         columns: columns, padding included.
         tokens: for each row, tokens without padding; empty before the first call.
-        digests: for each row, a running hash of its token ids; None once ids were not known (inputs_embeds).
+        digests: for each row, a running hash of its token ids, 16 bytes; None once ids were not known (inputs_embeds).
         ended: whether the last prompt is known to be complete, since a token was decoded or ``generate`` called anew.
     """
 
     columns: int = 0
     tokens: tuple[int, ...] = ()
-    digests: tuple[Any, ...] | None = ()
+    digests: tuple[bytes, ...] | None = ()
     ended: bool = False
 
     def row_tokens(self, batch: int) -> tuple[int, ...]:
@@ -75,7 +78,7 @@ class Seen:
             digests = None
         else:
             digests = tuple(
-                _hashed(row, earlier) for row, earlier in zip(ids, digests or (None,) * new.batch, strict=True)
+                _hashed(row, earlier) for row, earlier in zip(ids, digests or (b"",) * new.batch, strict=True)
             )
         return Seen(self.columns + new.columns, tokens, digests, decoding)
 
@@ -101,8 +104,8 @@ class Seen:
             return None
         held: dict[bytes, list[int]] = {}
         for row, digest in enumerate(self.digests):
-            held.setdefault(digest.digest(), []).append(row)
-        given = [held.get(_hashed(row[: self.columns], None).digest(), []) for row in ids]
+            held.setdefault(digest, []).append(row)
+        given = [held.get(_hashed(row[: self.columns]), []) for row in ids]
         if all(given) and ids.shape[1] == self.columns:
             raise CacheStateError(
                 f"this cache has seen all {self.columns} tokens given; add at least one to go on, or call "
@@ -120,10 +123,11 @@ class Seen:
         return tuple(row if row in rows else rows[0] for row, rows in wanted)
 
 
-def _hashed(ids: Tensor, earlier: Any) -> Any:
-    hashed = hashlib.blake2b(digest_size=16) if earlier is None else earlier.copy()
-    hashed.update(ids.to("cpu", torch.int64).contiguous().numpy().tobytes())
-    return hashed
+def _hashed(ids: Tensor, digest: bytes = b"") -> bytes:
+    """The digest after further token ids (n,), hashed in one by one: however they are chunked, it is the same."""
+    for token in ids.tolist():
+        digest = hashlib.blake2b(digest + token.to_bytes(8, "little", signed=True), digest_size=DIGEST).digest()
+    return digest
 
 
 def check_call(

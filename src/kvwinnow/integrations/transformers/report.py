@@ -16,6 +16,8 @@ class CacheReport:
         tokens_seen: tokens given to the cache, of the longest row, padding not counted.
         tokens_kept: tokens each KV head holds, the most over rows and layers.
         nbytes: bytes allocated, everything counted.
+        shared_nbytes: of these, bytes that this cache's forks, or the cache it is a fork of, refer to as well. Caches
+            that share a document hold it once: count these bytes once.
         full_nbytes: bytes of a full bfloat16 cache that holds all tokens seen by all rows, without padding.
     """
 
@@ -26,6 +28,7 @@ class CacheReport:
     tokens_kept: int
     nbytes: int
     full_nbytes: int
+    shared_nbytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -33,8 +36,9 @@ class CacheReport:
         return self.full_nbytes / self.nbytes if self.nbytes else 1.0
 
     def __str__(self) -> str:
+        shared = f" ({self.shared_nbytes:,} of them shared with forks)" if self.shared_nbytes else ""
         return (
             f"{self.policy}, keys {self.k_dtype}, values {self.v_dtype}: {self.tokens_kept:,} of {self.tokens_seen:,} "
-            f"tokens per KV head in {self.nbytes:,} bytes, {self.ratio:.1f} times smaller than a full bf16 cache "
-            f"({self.full_nbytes:,} bytes)"
+            f"tokens per KV head in {self.nbytes:,} bytes{shared}, {self.ratio:.1f} times smaller than a full bf16 "
+            f"cache ({self.full_nbytes:,} bytes)"
         )
