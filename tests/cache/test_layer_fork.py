@@ -133,7 +133,7 @@ def test_forks_share_the_document_and_own_what_they_write(method: Method, codec:
     for fork in forks:
         assert fork.nbytes() == whole
         assert fork.nbytes() - fork.shared_nbytes() == copied
-    before = {address: size for address, size in storages(document).items()}
+    before = storages(document)
     for seed, fork in enumerate(forks):
         ask(fork, questions(seed))
     # The donor's memory is as it was, and each fork has its own small rest beside what all share.
