@@ -23,10 +23,14 @@ class LayerCache:
             from the first decode step on.
         observers: for each row, how many of the window's queries are its own; padding lies before them.
         kept: for each row, tokens that each KV head holds.
+        budget: tokens each KV head may hold whatever a step says: a sliding layer's own window; None: the step's.
     """
 
-    def __init__(self, policy: Policy, k_codec: Codec, v_codec: Codec, *, exact: int) -> None:
+    def __init__(
+        self, policy: Policy, k_codec: Codec, v_codec: Codec, *, exact: int, budget: int | None = None
+    ) -> None:
         self.policy, self.k_codec, self.v_codec, self.exact = policy, k_codec, v_codec, exact
+        self.budget = budget
         self.slots: ops.Slots | None = None
         self.mass: Tensor | None = None
         self.window: Tensor | None = None
@@ -117,10 +121,13 @@ class LayerCache:
 
     # -- eviction ----------------------------------------------------------------------------------
 
+    def _budgets(self, step: Step) -> tuple[int | None, ...]:
+        return step.budgets if self.budget is None else (self.budget,) * len(step.budgets)
+
     def _lengths(self, step: Step) -> list[Lengths]:
         return [
             Lengths(seen, kept, seen if budget is None else budget)
-            for seen, kept, budget in zip(step.seen, self.kept, step.budgets, strict=True)
+            for seen, kept, budget in zip(step.seen, self.kept, self._budgets(step), strict=True)
         ]
 
     def _due(self, step: Step) -> list[int] | None:
@@ -194,10 +201,10 @@ class LayerCache:
         return least_slots((self.k_codec, self.v_codec), self.exact)
 
     def _bound(self, step: Step) -> int | None:
-        budgets = [budget for budget in step.budgets if budget is not None]
-        bounds = [self.policy.capacity(budget) for budget in budgets]
+        budgets = self._budgets(step)
+        bounds = [self.policy.capacity(budget) for budget in budgets if budget is not None]
         known = [bound for bound in bounds if bound is not None]
-        return max(known) if len(known) == len(step.budgets) else None
+        return max(known) if len(known) == len(budgets) else None
 
     def _slots_for(self, tokens: int, step: Step) -> int:
         return slots_for(tokens, self._bound(step), (self.k_codec, self.v_codec), self.exact)

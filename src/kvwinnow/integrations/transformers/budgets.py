@@ -10,9 +10,14 @@ from kvwinnow.cache.memory import LayerShape, layer_nbytes, slots_for
 from kvwinnow.codecs import Codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
-from kvwinnow.policies import Phase, Policy
+from kvwinnow.policies import Phase, Policy, SlidingWindow
 from kvwinnow.policies.budget import parse_size
 from kvwinnow.statistics import Kind
+
+
+def sliding_budget(window: int) -> int:
+    """Tokens a sliding layer keeps: of a window that ends with the next token, all but that token."""
+    return max(1, window - 1)
 
 
 class Budgets:
@@ -20,11 +25,14 @@ class Budgets:
 
     Tokens are what they are. A share is taken of all tokens a row has seen when a prompt is complete, so it is
     resolved anew at every turn and never shrinks; it is at least what the policy cannot do without. Bytes are resolved
-    once, at the first prompt, since they depend on the number of rows.
+    once, at the first prompt, since they depend on the number of rows. Sliding layers keep their own windows: their
+    bytes count, their tokens do not depend on the budget.
     """
 
-    def __init__(self, policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, layers: int) -> None:
-        self.policy, self.codecs, self.shape, self.layers = policy, codecs, shape, layers
+    def __init__(
+        self, policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, sliding: tuple[int | None, ...]
+    ) -> None:
+        self.policy, self.codecs, self.shape, self.sliding = policy, codecs, shape, sliding
         self.reset()
 
     def reset(self) -> None:
@@ -77,9 +85,15 @@ class Budgets:
         statistics = self.policy.statistics(Phase.PROMPT)
         queries = statistics.window if statistics.kind is Kind.WINDOW else 0
         slots = slots_for(tokens, self.policy.capacity(tokens), self.codecs, self.shape.exact)
-        return self.layers * layer_nbytes(
-            self.policy, self.codecs, self.shape, batch=batch, slots=slots, queries=queries
-        )
+        full = layer_nbytes(self.policy, self.codecs, self.shape, batch=batch, slots=slots, queries=queries)
+        return sum(full if window is None else self._sliding_nbytes(window, batch) for window in self.sliding)
+
+    def _sliding_nbytes(self, window: int, batch: int) -> int:
+        """Bytes of a layer that keeps its own window, once that is full."""
+        budget = sliding_budget(window)
+        own = SlidingWindow(budget=budget)
+        slots = slots_for(budget, own.capacity(budget), self.codecs, self.shape.exact)
+        return layer_nbytes(own, self.codecs, self.shape, batch=batch, slots=slots)
 
     def _tokens_in(self, size: str, batch: int) -> int:
         """The largest budget in tokens whose cache fits into ``size``."""

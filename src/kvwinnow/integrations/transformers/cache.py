@@ -17,14 +17,14 @@ from transformers import Cache, PreTrainedModel
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.cache.memory import LayerShape
 from kvwinnow.codecs import Codec, parse_codec
-from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError
+from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError, UnsupportedModelError
 from kvwinnow.integrations.transformers import attachment
-from kvwinnow.integrations.transformers.budgets import Budgets
+from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
 from kvwinnow.integrations.transformers.calls import Seen, check_call, check_generation, check_trained_length
 from kvwinnow.integrations.transformers.report import CacheReport
-from kvwinnow.integrations.transformers.structure import inspect_model
+from kvwinnow.integrations.transformers.structure import inspect_model, text_decoder
 from kvwinnow.ops import Variant
-from kvwinnow.policies import Phase, Policy, parse
+from kvwinnow.policies import Phase, Policy, SlidingWindow, parse
 
 EXACT_SLOTS = 4
 """Slots that codecs which quantise leave unquantised, at least: StreamingLLM's four sinks (arXiv 2309.17453)."""
@@ -38,7 +38,7 @@ class CompressedCache(Cache):
     prompts on the same cache are further turns, and ``reset()`` makes it ready for others.
 
     Args:
-        model: a loaded transformers model of a tested structure.
+        model: a loaded transformers model; docs/models.md says which structures are served.
         policy: which tokens stay; a Policy or its text form such as "snapkv:budget=1024".
         dtype: how keys and values are stored: "fp32", "bf16", "fp16", "int8", "int4", "int4:group=32", a torch dtype
             or a Codec. None: the model's own dtype.
@@ -80,19 +80,34 @@ class CompressedCache(Cache):
         self.exact = max(EXACT_SLOTS, sinks)
         super().__init__(layers=self._new_layers())
         shape = LayerShape(self.structure.heads, self.structure.kv_heads, self.structure.dim, self.exact, model.dtype)
-        self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.layers)
+        self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.sliding)
         self._seen = Seen()
         self._step: Step | None = None
         self._declared: tuple[int, ...] | None = None
         self._before_prompt = self._seen
         self._interrupted = False
         self._model = weakref.ref(model)
-        self._decoder = weakref.ref(model.base_model)
-        attachment.attach(self, model, model.base_model)
+        decoder = text_decoder(model)
+        self._decoder = weakref.ref(decoder)
+        # A vision-language model prepares its decoder's masks itself, in the call around it.
+        self._called = weakref.WeakSet((decoder, model.base_model))
+        attachment.attach(self, model, tuple(self._called))
+        windows = {window for window in self.structure.sliding if window is not None}
+        if self.policy.limit is not None and None not in self.structure.sliding:
+            warnings.warn(
+                f"all layers of this model see the latest {max(windows):,} tokens only and keep just these, so "
+                f"{self.policy} has nothing to evict",
+                stacklevel=2,
+            )
 
     def _new_layers(self) -> list[Any]:
-        layers = range(self.structure.layers)
-        return [LayerCache(self.policy, self.k_codec, self.v_codec, exact=self.exact) for _ in layers]
+        codecs = (self.k_codec, self.v_codec)
+        layers = []
+        for window in self.structure.sliding:
+            budget = None if window is None else sliding_budget(window)
+            policy = self.policy if budget is None else SlidingWindow(budget=budget)
+            layers.append(LayerCache(policy, *codecs, exact=self.exact, budget=budget))
+        return layers
 
     # -- what users ask ----------------------------------------------------------------------------
 
@@ -182,7 +197,7 @@ class CompressedCache(Cache):
     @contextlib.contextmanager
     def call(self, decoder: nn.Module, given: dict[str, Any]) -> Iterator[None]:
         """Around one forward call of the decoder with this cache: plan the step, and see whether it came to its end."""
-        if decoder is not self._decoder():
+        if decoder not in self._called:
             self._refuse_model(decoder)
         if self._interrupted:
             raise CacheStateError(
@@ -233,6 +248,23 @@ class CompressedCache(Cache):
                 stacklevel=2,
             )
 
+    @property
+    def config(self) -> Any:
+        """The decoder's configuration, which its attention layers share."""
+        decoder = self._decoder()
+        assert decoder is not None, "a call of the model's decoder keeps the decoder alive"
+        return decoder.config
+
+    def check_dropped(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a ``generate`` that goes on without the cache it was given, as Phi-3 does where LongRoPE switches."""
+        ids = next((x for x in (*args, kwargs.get("input_ids")) if isinstance(x, Tensor)), None)
+        seen = self._seen.columns
+        if decoder in self._called and ids is not None and seen and ids.shape[1] == seen + 1:
+            raise CacheStateError(
+                f"after {seen:,} tokens this model's generate throws its cache away, since its LongRoPE "
+                "frequencies change here; let generation end before, or begin with a longer prompt"
+            )
+
     def check_generate(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse at the start of ``generate`` what would fail later, or go wrong in silence."""
         if model is not self._model():
@@ -254,18 +286,36 @@ class CompressedCache(Cache):
             raise CacheStateError(
                 "this CompressedCache was made for another model; make one for each: CompressedCache(model, policy)"
             )
-        layer = self._layers()[layer_idx]
+        layer, name = self._layers()[layer_idx], self.structure.names[layer_idx]
+        k, v = (self._of_kv_heads(x, step, name) for x in (key_states, value_states))
         self._interrupted = True  # until the call has come to its end
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+        def attend(q: Tensor, variant: Variant) -> Tensor:
             # Tensors made in inference mode could not be written to by a later call outside it.
             # Under autocast, float32 products would silently be taken in 16 bits.
             plain = torch.autocast(q.device.type, enabled=False)
             with torch.inference_mode(False), torch.no_grad(), plain:
                 return layer.attend(q, k, v, step, variant)
 
-        attachment.hand_over(attend)
+        sliding = self.structure.sliding[layer_idx]
+        attachment.hand_over(attachment.HandOver(name, sliding, key_states, value_states, attend))
         return key_states, value_states
+
+    def _of_kv_heads(self, x: Tensor, step: Step, name: str) -> Tensor:
+        """(B, Hkv, n, D) of a layer's keys or values; some models repeat them for each query head before they cache."""
+        rows, columns = step.positions.shape
+        kv_heads, group = self.structure.kv_heads, self.structure.heads // self.structure.kv_heads
+        wanted = (rows, kv_heads, columns, self.structure.dim)
+        if x.shape == (rows, kv_heads * group, columns, self.structure.dim) and group > 1:
+            kept = x[:, ::group]
+            if self.is_initialized or torch.equal(kept.repeat_interleave(group, 1), x):
+                return kept
+        if x.shape != wanted:
+            raise UnsupportedModelError(
+                f"{name} caches tensors of shape {tuple(x.shape)} where its configuration says {wanted} (rows, "
+                "key/value heads, new tokens, head dimension); CompressedCache serves no other, see docs/models.md"
+            )
+        return x
 
     def __reduce__(self) -> NoReturn:
         raise CacheStateError("a CompressedCache belongs to its model and cannot be pickled; use copy.deepcopy(cache)")
@@ -306,6 +356,8 @@ class CompressedCache(Cache):
         return self._seen.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.structure.direct and attachment.running() is self:
+            return 1, 0  # the mask that such a model builds is not looked at, so let it be small
         return self._seen.columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
