@@ -223,7 +223,7 @@ def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwa
     if cache is None:
         generating = _generating.get()
         if generating is not None and _running.get() is None:
-            generating.check_dropped(decoder, args, kwargs)
+            generating.check_dropped(decoder, kwargs)
         # A hook may make a plain call in the midst of a call with a cache.
         token = _running.set(None)
         try:

@@ -255,11 +255,12 @@ class CompressedCache(Cache):
         assert decoder is not None, "a call of the model's decoder keeps the decoder alive"
         return decoder.config
 
-    def check_dropped(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_dropped(self, decoder: nn.Module, given: dict[str, Any]) -> None:
         """Refuse a ``generate`` that goes on without the cache it was given, as Phi-3 does where LongRoPE switches."""
-        ids = next((x for x in (*args, kwargs.get("input_ids")) if isinstance(x, Tensor)), None)
-        seen = self._seen.columns
-        if decoder in self._called and ids is not None and seen and ids.shape[1] == seen + 1:
+        seen, mask = self._seen.columns, given.get("attention_mask")
+        without = all(given.get(name) is None for name in attachment.CACHE_ARGUMENTS)
+        # Other plain calls within generate, such as those of guidance, have masks of their own.
+        if decoder in self._called and without and seen and isinstance(mask, Tensor) and mask.shape[-1] == seen + 1:
             raise CacheStateError(
                 f"after {seen:,} tokens this model's generate throws its cache away, since its LongRoPE "
                 "frequencies change here; let generation end before, or begin with a longer prompt"
