@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvwinnow import CompressedCache
-from tests.models import KINDS, tiny_model, tiny_tokens
+from tests.models import PLAIN, tiny_model, tiny_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 
@@ -56,7 +56,7 @@ def recorded(model: PreTrainedModel, cache: CompressedCache) -> Iterator[list[Be
     def note(module: Any, args: Any, kwargs: Any) -> None:
         begin = calls[-1].end if calls else 0
         columns = (args[0] if args else kwargs["input_ids"]).shape[1]
-        held = [cache.positions(layer) for layer in range(model.config.num_hidden_layers)]
+        held = [cache.positions(layer) for layer in range(len(cache))]
         calls.append(Before(begin, begin + columns, held))
 
     hook = model.base_model.register_forward_pre_hook(note, with_kwargs=True)
@@ -66,8 +66,11 @@ def recorded(model: PreTrainedModel, cache: CompressedCache) -> Iterator[list[Be
         hook.remove()
 
 
-def visibility(calls: list[Before], layer: int, mask: Tensor, heads: int) -> Tensor:
-    """(B, Hq, n, n) bool: each query sees what its KV head held before its call, and its call up to itself."""
+def visibility(calls: list[Before], layer: int, mask: Tensor, heads: int, sliding: int | None) -> Tensor:
+    """(B, Hq, n, n) bool: each query sees what its KV head held before its call, and its call up to itself.
+
+    In a sliding layer it sees of these the latest ``sliding`` tokens of its row, itself included.
+    """
     rows, columns = mask.shape
     columns = calls[-1].end
     places = mask[:, :columns].cumsum(1) - 1
@@ -81,19 +84,23 @@ def visibility(calls: list[Before], layer: int, mask: Tensor, heads: int) -> Ten
                 seen = torch.isin(places[row], held[held >= 0]) & (torch.arange(columns) < call.begin)
                 visible[row, head, call.begin : call.end] |= seen
     visible &= mask[:, None, None, :columns].bool()
+    if sliding is not None:
+        visible &= (places.unsqueeze(2) - places.unsqueeze(1) < sliding).unsqueeze(1)
     visible |= torch.eye(columns, dtype=torch.bool)  # padding must see something, or it is NaN
     return visible.repeat_interleave(heads // kv_heads, 1)
 
 
-def masked_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, visible: list[Tensor]) -> Tensor:
-    """The uncompressed model over all tokens at once, its layers under masks of their own."""
+def masked_logits(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, visible: list[Tensor], layers: tuple[str, ...]
+) -> Tensor:
+    """The uncompressed model over all tokens at once, the named attention layers under masks of their own."""
 
     def under(layer_mask: Tensor) -> Any:
         return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": layer_mask})
 
     hooks = [
-        layer.self_attn.register_forward_pre_hook(under(layer_mask), with_kwargs=True)
-        for layer, layer_mask in zip(model.base_model.layers, visible, strict=True)
+        model.get_submodule(name).register_forward_pre_hook(under(added), with_kwargs=True)
+        for name, added in zip(layers, map(to_add, visible), strict=True)
     ]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -101,6 +108,11 @@ def masked_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, visible: li
     for hook in hooks:
         hook.remove()
     return logits
+
+
+def to_add(visible: Tensor) -> Tensor:
+    """What a mask adds to logits, the form that every implementation of attention takes."""
+    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, **kwargs: Any) -> Any:
@@ -131,13 +143,13 @@ def check_against_masks(model: PreTrainedModel, policy: str, *lengths: int) -> N
         conversation = torch.cat([first.sequences[:, :-1], said], 1)
         mask = torch.cat([extended(mask, calls[-1].end), said_mask], 1)
         second = greedy(model, conversation, mask, 12, past_key_values=cache)
-    assert calls[-1].held[0].ge(0).sum(-1).max() < calls[-1].end
+    assert all(held.ge(0).sum(-1).max() < calls[-1].end for held in calls[-1].held)
 
     columns = calls[-1].end
     mask = extended(mask, columns)
-    heads = model.config.num_attention_heads
-    visible = [visibility(calls, layer, mask, heads) for layer in range(model.config.num_hidden_layers)]
-    logits = masked_logits(model, second.sequences[:, :columns], mask, visible)
+    structure = cache.structure
+    visible = [visibility(calls, layer, mask, structure.heads, own) for layer, own in enumerate(structure.sliding)]
+    logits = masked_logits(model, second.sequences[:, :columns], mask, visible, structure.names)
     for begin, answer in ((ids.shape[1], first), (conversation.shape[1], second)):
         expected = logits[:, begin - 1 : begin - 1 + len(answer.logits)]
         torch.testing.assert_close(torch.stack(answer.logits, 1), expected, atol=2e-4, rtol=1e-4)
@@ -146,7 +158,7 @@ def check_against_masks(model: PreTrainedModel, policy: str, *lengths: int) -> N
 
 
 @pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN)
 def test_generation_is_that_of_the_model_under_masks(kind: str, policy: str) -> None:
     check_against_masks(tiny_model(kind), policy, 31, 19, 6)
 
@@ -159,7 +171,7 @@ def test_generation_is_that_of_the_model_under_masks_in_every_group(heads: int, 
 
 
 @pytest.mark.parametrize("policy", ROOMY)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN)
 def test_a_budget_for_everything_gives_the_uncompressed_tokens(kind: str, policy: str) -> None:
     model = tiny_model(kind)
     ids, mask = tiny_tokens(30, 17, 1, seed=5)
@@ -170,7 +182,7 @@ def test_a_budget_for_everything_gives_the_uncompressed_tokens(kind: str, policy
 
 
 @pytest.mark.parametrize("policy", ROOMY)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN)
 def test_a_budget_for_everything_gives_the_uncompressed_tokens_in_chunks(kind: str, policy: str) -> None:
     model, lengths = tiny_model(kind), (30, 17, 4)
     ids, mask = tiny_tokens(*lengths, seed=6)

@@ -7,17 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    MambaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import PreTrainedModel
 
 from kvwinnow import H2O, CompressedCache, Full, KvwinnowError, SnapKV, StreamingLLM
 from kvwinnow.errors import CacheStateError, CodecError, PolicyError, UnsupportedModelError
@@ -113,42 +103,6 @@ def test_a_dtype_that_cannot_store(given: dict[str, Any], words: tuple[str, ...]
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
-
-SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
-UNSUPPORTED: list[PreTrainedConfig] = [
-    GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2),
-    Gemma2Config(**SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=16),
-    MambaConfig(**SMALL),
-    GPTNeoXConfig(**SMALL, num_attention_heads=2),
-]
-
-
-@pytest.mark.parametrize("config", UNSUPPORTED, ids=lambda config: config.model_type)
-def test_a_model_type_that_has_not_been_tested(config: PreTrainedConfig) -> None:
-    with pytest.raises(KvwinnowError) as error:
-        CompressedCache(AutoModelForCausalLM.from_config(config), "full")
-    check(error, UnsupportedModelError, repr(config.model_type), "llama", "mistral", "qwen2", "qwen3")
-
-
-def test_an_encoder_decoder() -> None:
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(KvwinnowError) as error:
-        CompressedCache(T5ForConditionalGeneration(config), "full")
-    check(error, UnsupportedModelError, "'t5'", "llama")
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("mistral", {"sliding_window": 64}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
-    ],
-)
-def test_a_model_with_sliding_window_layers(kind: str, config: dict[str, Any]) -> None:
-    with pytest.raises(KvwinnowError) as error:
-        CompressedCache(tiny_model(kind, **config), "full")
-    check(error, UnsupportedModelError, kind, "64", "all attend to everything")
 
 
 def test_a_window_as_wide_as_the_trained_length_hides_nothing() -> None:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from kvwinnow import CompressedCache, KvwinnowError
-from tests.models import KINDS, tiny_model, tiny_tokens
+from tests.models import PLAIN, tiny_model, tiny_tokens
 from tests.running import CACHE, EVICTING, FULL_WIDTH, counts, logits, text
 
 NAMES = ["past_key_values"]
@@ -24,7 +24,7 @@ if Version(transformers.__version__) >= Version("5.24"):
 # -- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("policy", ["full", "streamingllm", "h2o", "hybrid", "snapkv", "slidingwindow"])
 def test_under_the_budget_every_model_says_what_it_says_without_a_cache(kind: str, policy: str) -> None:
     model = tiny_model(kind)
@@ -32,7 +32,7 @@ def test_under_the_budget_every_model_says_what_it_says_without_a_cache(kind: st
     assert text(model, ids, mask, CompressedCache(model, policy)) == text(model, ids, mask)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
 def test_generate_is_a_prompt_and_single_steps(kind: str, policy: str) -> None:
     model = tiny_model(kind)

@@ -90,7 +90,8 @@ def test_a_loaded_cache_goes_on_where_the_saved_one_stood(policy: str, dtype: st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_family_saves_and_loads(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(kind, heads=3, kv_heads=1, dim=24)
+    # Qwen2.5-VL divides the head dimension among height, width and time, in a way that needs 16.
+    model = tiny_model(kind) if kind == "qwen2_5_vl" else tiny_model(kind, heads=3, kv_heads=1, dim=24)
     cache = CompressedCache(model, "snapkv:budget=24,window=8", k_dtype="fp8", v_dtype="fp4")
     ids, mask = tiny_tokens(50, 31)
     logits(model, ids, cache, attention_mask=mask)

@@ -45,6 +45,7 @@ class LayerCache:
         v_codec: Codec,
         *,
         exact: int,
+        budget: int | None = None,
         layer: int = 0,
         layers: int = 1,
         rope: ops.Rope | None = None,
@@ -56,6 +57,7 @@ class LayerCache:
             k_codec: how keys are stored.
             v_codec: how values are stored.
             exact: slots left unquantised.
+            budget: tokens each KV head may hold whatever a step says: a sliding layer's own window; None: the step's.
             layer: index of the layer among those that share the budget.
             layers: how many those are.
             rope: how the model rotates queries and keys; None: it does not. Policies that ask for QUERIES need it.
@@ -70,7 +72,7 @@ class LayerCache:
                 "NONE, MASS, KEY_NORM or WINDOW(1) there"
             )
         self.policy, self.k_codec, self.v_codec, self.exact = policy, k_codec, v_codec, exact
-        self.layer, self.layers, self.rope = layer, layers, rope
+        self.budget, self.layer, self.layers, self.rope = budget, layer, layers, rope
         self.slots: ops.Slots | None = None
         self.running: dict[Kind, Tensor] = {}
         self.since: list[int] = []
@@ -241,6 +243,9 @@ class LayerCache:
         if step.phase is Phase.PROMPT:
             rows = zip(self.prompted or step.seen, step.seen, step.starts, strict=True)
             self.prompted = [seen if start < step.positions.shape[1] else old for old, seen, start in rows]
+        if self.budget is not None:
+            self.budgets = [self.budget] * len(step.budgets)
+            return
         self.budgets = [
             None
             if budget is None
@@ -456,6 +461,7 @@ class LayerCache:
             self.k_codec,
             self.v_codec,
             exact=self.exact,
+            budget=self.budget,
             layer=self.layer,
             layers=self.layers,
             rope=self.rope,

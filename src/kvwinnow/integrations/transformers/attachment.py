@@ -1,9 +1,11 @@
 """How the cache gets between a model and its attention: around the calls that carry one of our caches, no others.
 
-While any cache of a model lives, methods of that one model object are wrapped: its decoder's ``forward``, its
-``generate`` and ``generate_batch``. The wrappers pass every call through unless it carries one of our caches. Inside
-such a call the config names our attention and mask functions; both delegate to the model's own whenever another call
-(another thread's, say) passes through them. When the last cache is gone the wrappers are taken off.
+While any cache of a model lives, ``generate``, ``generate_batch`` and the ``forward`` of its decoder are wrapped on
+that one model object (and the ``forward`` of the vision-language model around the decoder, which makes its masks). The
+wrappers pass every call through unless it carries one of our caches. Inside such a call the config names our attention
+and mask functions; both delegate to the model's own whenever another call (another thread's, say) passes through them.
+Layers that call torch's ``scaled_dot_product_attention`` themselves are answered there. When the last cache is gone the
+wrappers are taken off.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvwinnow.errors import CacheStateError, KvwinnowError
+from kvwinnow.errors import CacheStateError, KvwinnowError, UnsupportedModelError
+from kvwinnow.integrations.transformers.masks import window_of
+from kvwinnow.integrations.transformers.structure import wide
 from kvwinnow.ops import Variant
 
 if TYPE_CHECKING:
@@ -34,12 +40,36 @@ if TYPE_CHECKING:
 NAME = "kvwinnow"
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 
-Attend = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
-
 _running: ContextVar[CompressedCache | None] = ContextVar("kvwinnow_running", default=None)
 """The cache whose forward call runs in this thread."""
 
-_handed_over: ContextVar[Attend | None] = ContextVar("kvwinnow_handed_over", default=None)
+_generating: ContextVar[CompressedCache | None] = ContextVar("kvwinnow_generating", default=None)
+"""The cache given to the ``generate`` that runs in this thread."""
+
+_windows: ContextVar[set[int | None] | None] = ContextVar("kvwinnow_windows", default=None)
+"""The windows of the masks that the running call has asked for."""
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """A layer's work, as ``Cache.update`` leaves it.
+
+    Attributes:
+        name: where the layer's attention lies in the model.
+        sliding: its window.
+        keys: what ``update`` returned and the attention function must be given.
+        values: the same.
+        attend: from queries (B, Hq, n, D) and a variant to the output (B, Hq, n, D).
+    """
+
+    name: str
+    sliding: int | None
+    keys: Tensor
+    values: Tensor
+    attend: Callable[[Tensor, Variant], Tensor]
+
+
+_handed_over: ContextVar[HandOver | None] = ContextVar("kvwinnow_handed_over", default=None)
 """What ``Cache.update`` leaves for the attention function of the same layer; taken once."""
 
 
@@ -80,9 +110,10 @@ _wrappers: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapper] = weakref.Wea
 """By the wrapping function itself: attributes of functions are copied by whoever wraps them."""
 
 
-def attach(cache: CompressedCache, model: PreTrainedModel, decoder: nn.Module) -> None:
-    """Wrap ``model`` for as long as ``cache`` or another cache of it lives."""
-    wrapped = ((decoder, "forward", _forward), (model, "generate", _generate), (model, "generate_batch", _batch))
+def attach(cache: CompressedCache, model: PreTrainedModel, decoders: tuple[nn.Module, ...]) -> None:
+    """Wrap ``model`` for as long as ``cache`` or another cache of it lives; ``decoders`` are called with it."""
+    own = ((model, "generate", _generate), (model, "generate_batch", _batch))
+    wrapped = (*own, *((decoder, "forward", _forward) for decoder in decoders))
     for module, name, around in wrapped:
         with _lock:
             method = _wrap(module, name, around)
@@ -90,9 +121,48 @@ def attach(cache: CompressedCache, model: PreTrainedModel, decoder: nn.Module) -
         weakref.finalize(cache, _unwrap, weakref.ref(method), name)
 
 
-def hand_over(attend: Attend) -> None:
-    """Leave a layer's work for the attention function that the model calls next."""
-    _handed_over.set(attend)
+def hand_over(work: HandOver) -> None:
+    """Leave a layer's work for the attention function that the model calls next.
+
+    Raises:
+        UnsupportedModelError: the layer before never called it, or this one is given masks of another window.
+    """
+    _refuse_untaken()
+    windows = _windows.get()
+    if windows and work.sliding not in windows:
+        raise UnsupportedModelError(
+            f"{work.name} sees {_shown(work.sliding)} by its configuration, and the model masks for "
+            f"{' and '.join(map(_shown, windows))}; CompressedCache cannot tell which holds, see docs/models.md"
+        )
+    _handed_over.set(work)
+
+
+def _shown(window: int | None) -> str:
+    return "all tokens" if window is None else f"the latest {window:,} tokens"
+
+
+def _refuse_untaken() -> None:
+    untaken = _handed_over.get()
+    if untaken is not None:
+        raise UnsupportedModelError(
+            f"{untaken.name} gave its keys and values to the cache and computed its attention by itself, which "
+            "CompressedCache cannot serve; see docs/models.md"
+        )
+
+
+def _take(keys: Tensor, values: Tensor) -> HandOver | None:
+    """What was handed over for these keys and values."""
+    work = _handed_over.get()
+    if work is None:
+        return None
+    for given, left in ((keys, work.keys), (values, work.values)):
+        if given is not left and (given.data_ptr() != left.data_ptr() or given.shape != left.shape):
+            raise UnsupportedModelError(
+                f"{work.name} changes its keys or values after the cache has seen them, which CompressedCache cannot "
+                "serve; see docs/models.md"
+            )
+    _handed_over.set(None)
+    return work
 
 
 def running() -> CompressedCache | None:
@@ -164,6 +234,9 @@ def _cache_in(*values: Any) -> CompressedCache | None:
 def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cache = _cache_in(*args, *(kwargs.get(name) for name in CACHE_ARGUMENTS))
     if cache is None:
+        generating = _generating.get()
+        if generating is not None and _running.get() is None:
+            generating.check_dropped(decoder, kwargs)
         # A hook may make a plain call in the midst of a call with a cache.
         token = _running.set(None)
         try:
@@ -174,23 +247,28 @@ def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwa
         return original(*args, **kwargs)
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    with cache.call(decoder, given), _arranged(decoder.config):
-        token = _running.set(cache)
+    direct = cache.structure.direct
+    with cache.call(decoder, given), _arranged(cache.config, "sdpa" if direct else NAME):
+        token, windows = _running.set(cache), _windows.set(set())
         try:
-            return original(*args, **kwargs)
+            with _Direct() if direct else contextlib.nullcontext():
+                result = original(*args, **kwargs)
+            _refuse_untaken()
+            return result
         finally:
             _running.reset(token)
+            _windows.reset(windows)
             _handed_over.set(None)
 
 
 @contextlib.contextmanager
-def _arranged(config: Any) -> Iterator[None]:
-    """Let the config name our functions as long as a call with one of our caches runs in any thread."""
+def _arranged(config: Any, name: str) -> Iterator[None]:
+    """Let the config name ``name`` as long as a call with one of our caches runs in any thread."""
     with _lock:
         arrangement = _arrangements.get(id(config))
         if arrangement is None:
             arrangement = _arrangements[id(config)] = _Arrangement(0, config._attn_implementation)
-            config._attn_implementation = NAME
+            config._attn_implementation = name
         arrangement.calls += 1
     try:
         yield
@@ -204,10 +282,12 @@ def _arranged(config: Any) -> Iterator[None]:
 
 def _generate(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = _cache_in(*(kwargs.get(name) for name in CACHE_ARGUMENTS))
-    if cache is None:
-        return original(*args, **kwargs)
-    with cache.generation(model, args, kwargs):
-        return original(*args, **kwargs)
+    with contextlib.nullcontext() if cache is None else cache.generation(model, args, kwargs):
+        token = _generating.set(cache)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _generating.reset(token)
 
 
 def _batch(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -245,22 +325,63 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Transformers' attention interface: query (B, Hq, n, D), key and value (B, Hkv, n, D); output (B, n, Hq, D)."""
-    attend = _handed_over.get()
-    if attend is None:
+    work = _take(key, value)
+    if work is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         original = ALL_ATTENTION_FUNCTIONS.get_interface(_original(module.config), eager)
         return original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    _handed_over.set(None)
-    variant = Variant(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    out = attend(query, key, value, variant)
-    return out.transpose(1, 2).contiguous(), None
+    if attention_mask is not None or kwargs.get("cu_seq_lens_q") is not None or kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(
+            f"{work.name} is given a mask of its own or packed sequences, and CompressedCache serves causal attention "
+            "to what it holds; see docs/models.md"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    variant = Variant(scale, kwargs.get("softcap"), work.sliding, kwargs.get("s_aux"))
+    return work.attend(query, variant).transpose(1, 2).contiguous(), None
+
+
+class _Direct(TorchFunctionMode):
+    """Answers the one call of torch's attention that follows an ``update``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and _handed_over.get() is not None:
+            given = inspect.signature(_sdpa).bind(*args, **(kwargs or {}))
+            return _sdpa(*given.args, **given.kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's ``scaled_dot_product_attention`` over what the cache holds; its mask is the cache's affair."""
+    work = _take(key, value)
+    assert work is not None, "asked only while a layer's work waits"
+    return work.attend(query, Variant(query.shape[-1] ** -0.5 if scale is None else scale, sliding=work.sliding))
 
 
 def _mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """Transformers' mask interface. The cache knows the padding already, so inside its calls there is no mask."""
-    if _running.get() is not None:
-        return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[_original(config)](*args, config=config, **kwargs)
+    """Transformers' mask interface. The cache knows padding and windows already: inside its calls there is no mask."""
+    cache, windows = _running.get(), _windows.get()
+    if cache is None or windows is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[_original(config)](*args, config=config, **kwargs)
+    structure, first, key = cache.structure, kwargs["q_offset"], kwargs["kv_offset"]
+    window = window_of(
+        kwargs["mask_function"],
+        structure.sliding,
+        rows=kwargs["batch_size"],
+        queries=range(first, first + kwargs["q_length"]),
+        keys=range(key, key + kwargs["kv_length"]),
+        device=kwargs["device"],
+    )
+    windows.add(wide(window, structure.trained_length))
+    return None
 
 
 # Registering names the two functions and changes no model: nothing uses them until a config carries the name.

@@ -11,8 +11,13 @@ from kvwinnow.cache.memory import GROWTH, LayerShape, layer_nbytes, prompt_nbyte
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
-from kvwinnow.policies import Phase, Policy
+from kvwinnow.policies import Phase, Policy, SlidingWindow
 from kvwinnow.policies.budget import parse_size
+
+
+def sliding_budget(window: int) -> int:
+    """Tokens a sliding layer keeps: of a window that ends with the next token, all but that token."""
+    return max(1, window - 1)
 
 
 class Budgets:
@@ -20,12 +25,15 @@ class Budgets:
 
     Tokens are what they are. A share is taken of all tokens a row has seen when a prompt is complete, so it is
     resolved anew at every turn and never shrinks; it is at least what the policy cannot do without. Bytes are resolved
-    once, at the first prompt, since they depend on the number of rows.
+    once, at the first prompt, since they depend on the number of rows. Sliding layers keep their own windows: their
+    bytes count, their tokens do not depend on the budget.
     """
 
-    def __init__(self, policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, layers: int) -> None:
-        self.policy, self.codecs, self.shape = policy, codecs, shape
-        self.layers = [(codecs, shape)] * layers
+    def __init__(
+        self, policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, sliding: tuple[int | None, ...]
+    ) -> None:
+        self.policy, self.codecs, self.shape, self.sliding = policy, codecs, shape, sliding
+        self.layers = [(codecs, shape)] * len(sliding)
         self.reset()
 
     def reset(self) -> None:
@@ -114,17 +122,22 @@ class Budgets:
             seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of
                 slots may come to at most.
         """
-        total, policy = 0, self.policy
-        for layer, (codecs, shape) in enumerate(self.layers):
+        total, policy, number = 0, self.policy, 0
+        sharing = self.sliding.count(None)
+        for window, (codecs, shape) in zip(self.sliding, self.layers, strict=True):
+            if window is not None:
+                total += _sliding_nbytes(window, codecs, shape, batch)
+                continue
             kept, bound, spare = tokens, policy.capacity(tokens), 0
             if policy.layered and seen is not None:
-                kept = min(seen, policy.layer_budget(tokens, layer=layer, layers=len(self.layers), seen=seen))
+                kept = min(seen, policy.layer_budget(tokens, layer=number, layers=sharing, seen=seen))
                 bound = policy.capacity(kept)
             elif policy.layered:
                 bound, spare = None, GROWTH
             slots = slots_for(kept, bound, codecs, shape.exact) + spare
             total += layer_nbytes(policy, codecs, shape, batch=batch, slots=slots)
             total += prompt_nbytes(policy, shape, batch=batch)
+            number += 1
         return total
 
     def _tokens_in(self, size: str, batch: int) -> int:
@@ -142,3 +155,11 @@ class Budgets:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.nbytes(middle, batch) <= limit else (low, middle - 1)
         return low
+
+
+def _sliding_nbytes(window: int, codecs: tuple[Codec, Codec], shape: LayerShape, batch: int) -> int:
+    """Bytes of a layer that keeps its own window, once that is full."""
+    budget = sliding_budget(window)
+    own = SlidingWindow(budget=budget)
+    slots = slots_for(budget, own.capacity(budget), codecs, shape.exact)
+    return layer_nbytes(own, codecs, shape, batch=batch, slots=slots)

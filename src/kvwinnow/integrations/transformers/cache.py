@@ -19,18 +19,18 @@ from transformers import Cache, PreTrainedModel
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.cache.memory import LayerShape
 from kvwinnow.codecs import Codec, parse_codec
-from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError
+from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError, UnsupportedModelError
 from kvwinnow.integrations.transformers import attachment, saving
-from kvwinnow.integrations.transformers.budgets import Budgets
+from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
 from kvwinnow.integrations.transformers.dtypes import attention_dtype
 from kvwinnow.integrations.transformers.generation import Generation, plan
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.rope import find_ropes
-from kvwinnow.integrations.transformers.structure import inspect_model
+from kvwinnow.integrations.transformers.structure import inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import refuse_learnt_prompts, unwrap
 from kvwinnow.ops import Rope, Variant
-from kvwinnow.policies import Full, Phase, Policy, parse
+from kvwinnow.policies import Full, Phase, Policy, SlidingWindow, parse
 from kvwinnow.statistics import Kind
 
 EXACT_SLOTS = 4
@@ -45,7 +45,7 @@ class CompressedCache(Cache):
     prompts on the same cache are further turns, and ``reset()`` makes it ready for others.
 
     Args:
-        model: a loaded transformers model of a tested structure, or a PeftModel around one.
+        model: a loaded transformers model, or a PeftModel around one; docs/models.md says which structures are served.
         policy: which tokens stay; a Policy or its text form such as "snapkv:budget=1024".
         dtype: how keys and values are stored: "fp32", "bf16", "fp16", "fp8", "int8", "int4", "int4:group=32", "fp4",
             "fp4:style=mx", a torch dtype or a Codec. None: unquantised, each layer in the dtype of its own keys and
@@ -90,11 +90,11 @@ class CompressedCache(Cache):
         self.exact = max(EXACT_SLOTS, sinks)
         ropes: list[Rope | None] = [None] * self.structure.layers
         if self.policy.statistics(Phase.PROMPT).kind is Kind.QUERIES:
-            trained, decoder = self.structure.trained_length, model.base_model
+            trained, decoder = self.structure.trained_length, text_decoder(model)
             ropes = find_ropes(decoder, len(ropes), trained, _lone_token(model, decoder), self.policy.name)
         super().__init__(layers=self._new_layers(ropes))
         shape = LayerShape(self.structure.heads, self.structure.kv_heads, self.structure.dim, self.exact, model.dtype)
-        self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.layers)
+        self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.sliding)
         self._seen = Seen()
         self._step: Step | None = None
         self._declared: tuple[int, ...] | None = None
@@ -104,15 +104,30 @@ class CompressedCache(Cache):
         self._interrupted = False
         self._forking = threading.Lock()
         self._model = weakref.ref(model)
-        self._decoder = weakref.ref(model.base_model)
-        attachment.attach(self, model, model.base_model)
+        decoder = text_decoder(model)
+        self._decoder = weakref.ref(decoder)
+        # A vision-language model prepares its decoder's masks itself, in the call around it.
+        self._called = weakref.WeakSet((decoder, model.base_model))
+        attachment.attach(self, model, tuple(self._called))
+        windows = {window for window in self.structure.sliding if window is not None}
+        if self.policy.limit is not None and None not in self.structure.sliding:
+            warnings.warn(
+                f"all layers of this model see the latest {max(windows):,} tokens only and keep just these, so "
+                f"{self.policy} has nothing to evict",
+                stacklevel=2,
+            )
 
     def _new_layers(self, ropes: list[Rope | None]) -> list[Any]:
-        codecs, count = (self.k_codec, self.v_codec), len(ropes)
-        return [
-            LayerCache(self.policy, *codecs, exact=self.exact, layer=layer, layers=count, rope=rope)
-            for layer, rope in enumerate(ropes)
-        ]
+        codecs, layers = (self.k_codec, self.v_codec), list[Any]()
+        sharing, number = self.structure.sliding.count(None), 0
+        for window, rope in zip(self.structure.sliding, ropes, strict=True):
+            if window is not None:  # keeps its own window, whatever the policy
+                budget = sliding_budget(window)
+                layers.append(LayerCache(SlidingWindow(budget=budget), *codecs, exact=self.exact, budget=budget))
+                continue
+            layers.append(LayerCache(self.policy, *codecs, exact=self.exact, layer=number, layers=sharing, rope=rope))
+            number += 1
+        return layers
 
     # -- what users ask ----------------------------------------------------------------------------
 
@@ -249,7 +264,7 @@ class CompressedCache(Cache):
     @contextlib.contextmanager
     def call(self, decoder: nn.Module, given: dict[str, Any]) -> Iterator[None]:
         """Around one forward call of the decoder with this cache: plan the step, and see whether it came to its end."""
-        if decoder is not self._decoder():
+        if decoder not in self._called:
             self._refuse_model(decoder)
         if self._interrupted:
             self._refuse_interrupted()
@@ -281,8 +296,8 @@ class CompressedCache(Cache):
         """Each layer's dtype now: the model may have been moved to another since the cache was made."""
         model = self._model()
         assert model is not None, "a call of the model's decoder keeps the model alive"
-        layers: Any = model.base_model.layers
-        return tuple(attention_dtype(layer.self_attn, model.dtype) for layer in layers)
+        attentions = map(model.get_submodule, self.structure.names)
+        return tuple(attention_dtype(attention, model.dtype) for attention in attentions)
 
     def _follow(self, layer: LayerCache, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         """Have an empty layer store what the user left to it in the dtypes that its keys and values come in."""
@@ -309,6 +324,24 @@ class CompressedCache(Cache):
             warnings.warn(
                 f"generation goes beyond the {trained:,} tokens the model was trained to; expect its text to decay",
                 stacklevel=2,
+            )
+
+    @property
+    def config(self) -> Any:
+        """The decoder's configuration, which its attention layers share."""
+        decoder = self._decoder()
+        assert decoder is not None, "a call of the model's decoder keeps the decoder alive"
+        return decoder.config
+
+    def check_dropped(self, decoder: nn.Module, given: dict[str, Any]) -> None:
+        """Refuse a ``generate`` that goes on without the cache it was given, as Phi-3 does where LongRoPE switches."""
+        seen, mask = self._seen.columns, given.get("attention_mask")
+        without = all(given.get(name) is None for name in attachment.CACHE_ARGUMENTS)
+        # Other plain calls within generate, such as those of guidance, have masks of their own.
+        if decoder in self._called and without and seen and isinstance(mask, Tensor) and mask.shape[-1] == seen + 1:
+            raise CacheStateError(
+                f"after {seen:,} tokens this model's generate throws its cache away, since its LongRoPE "
+                "frequencies change here; let generation end before, or begin with a longer prompt"
             )
 
     @contextlib.contextmanager
@@ -338,19 +371,37 @@ class CompressedCache(Cache):
             raise CacheStateError(
                 "this CompressedCache was made for another model; make one for each: CompressedCache(model, policy)"
             )
-        layer = self._layers()[layer_idx]
-        self._follow(layer, (key_states.dtype, value_states.dtype))
+        layer, name = self._layers()[layer_idx], self.structure.names[layer_idx]
+        k, v = (self._of_kv_heads(x, step, name) for x in (key_states, value_states))
+        self._follow(layer, (k.dtype, v.dtype))
         self._interrupted = True  # until the call has come to its end
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+        def attend(q: Tensor, variant: Variant) -> Tensor:
             # Tensors made in inference mode could not be written to by a later call outside it.
             # Under autocast, float32 products would silently be taken in 16 bits.
             plain = torch.autocast(q.device.type, enabled=False)
             with torch.inference_mode(False), torch.no_grad(), plain:
                 return layer.attend(q, k, v, step, variant)
 
-        attachment.hand_over(attend)
+        sliding = self.structure.sliding[layer_idx]
+        attachment.hand_over(attachment.HandOver(name, sliding, key_states, value_states, attend))
         return key_states, value_states
+
+    def _of_kv_heads(self, x: Tensor, step: Step, name: str) -> Tensor:
+        """(B, Hkv, n, D) of a layer's keys or values; some models repeat them for each query head before they cache."""
+        rows, columns = step.positions.shape
+        kv_heads, group = self.structure.kv_heads, self.structure.heads // self.structure.kv_heads
+        wanted = (rows, kv_heads, columns, self.structure.dim)
+        if x.shape == (rows, kv_heads * group, columns, self.structure.dim) and group > 1:
+            kept = x[:, ::group]
+            if self.is_initialized or torch.equal(kept.repeat_interleave(group, 1), x):
+                return kept
+        if x.shape != wanted:
+            raise UnsupportedModelError(
+                f"{name} caches tensors of shape {tuple(x.shape)} where its configuration says {wanted} (rows, "
+                "key/value heads, new tokens, head dimension); CompressedCache serves no other, see docs/models.md"
+            )
+        return x
 
     def __reduce__(self) -> NoReturn:
         raise CacheStateError("a CompressedCache belongs to its model and cannot be pickled; use copy.deepcopy(cache)")
@@ -410,6 +461,8 @@ class CompressedCache(Cache):
         return self._seen.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.structure.direct and attachment.running() is self:
+            return 1, 0  # the mask that such a model builds is not looked at, so let it be small
         return self._seen.columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -228,6 +228,9 @@ def _starts(mask: Any, seen: Seen, batch: int, columns: int) -> tuple[int, ...]:
 
 def _check_positions(position_ids: Any, seen: Seen, new: NewTokens) -> None:
     """Positions given beside new tokens must go on where the cache stands: they tell a new prompt from a turn."""
+    if isinstance(position_ids, Tensor) and position_ids.ndim == 3:
+        # M-RoPE counts images in height and width; where there are four rows, the first is the tokens' own count.
+        position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if not isinstance(position_ids, Tensor) or position_ids.shape[-1] != new.columns:
         return
     rows = position_ids.reshape(-1, new.columns).expand(new.batch, -1).to("cpu", torch.int64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvwinnow.errors import DocumentError
-from kvwinnow.integrations.transformers.structure import inspect_model
+from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
 
 SAMPLE = 256
 """Elements of each parameter that are hashed: a training step changes nearly all of them."""
@@ -28,7 +28,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     Raises:
         DocumentError: weights that are not in memory.
     """
-    structure, config = inspect_model(model), model.config
+    structure: Structure = inspect_model(model)
+    config: Any = text_decoder(model).config
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "type": config.model_type,

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvwinnow import __version__
@@ -17,6 +17,7 @@ from kvwinnow.codecs import parse_codec
 from kvwinnow.errors import CacheStateError, DocumentError, KvwinnowError
 from kvwinnow.integrations.transformers.calls import DIGEST, Seen
 from kvwinnow.integrations.transformers.fingerprint import difference, fingerprint
+from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.policies import Phase, parse
 from kvwinnow.statistics import Kind
 
@@ -68,6 +69,7 @@ def load(path: StrPath, model: PreTrainedModel, device: str | torch.device | Non
     """Read a cache from a file. See ``CompressedCache.load``."""
     from kvwinnow.integrations.transformers.cache import CompressedCache
 
+    model = unwrap(model)
     own = fingerprint(model)
     target = None if device is None else _device(device)
     with opened(path) as file:
@@ -108,7 +110,7 @@ def load(path: StrPath, model: PreTrainedModel, device: str | torch.device | Non
         for index, layer in enumerate(layers):
             own_tensors = {name.partition(".")[2]: tensors.pop(name) for name in sizes[index]}
             counts = _counts(file, told[index], own_tensors, seen)
-            place = target or _device_of(model, index)
+            place = target or _device_of(model.get_submodule(cache.structure.names[index]))
             placed = {name: tensor.to(place) for name, tensor in own_tensors.items()}
             layer.adopt(placed, counts, [tokens > 0 for tokens in seen.tokens])
     return cache
@@ -227,8 +229,10 @@ def _device(device: str | torch.device) -> torch.device:
         raise KvwinnowError(f"device={device!r} is none that torch can use here; give one such as 'cpu'") from error
 
 
-def _device_of(model: PreTrainedModel, index: int) -> torch.device:
-    """Where a layer of the model lies, which differs between layers if the model is spread over devices."""
-    decoder: Any = model.base_model
-    device: torch.device = next(decoder.layers[index].parameters()).device
-    return device
+def _device_of(attention: nn.Module) -> torch.device:
+    """Where a layer computes, which differs between layers if the model is spread over devices."""
+    place: torch.device = next(attention.parameters()).device
+    if place.type != "meta":
+        return place
+    # Weights that lie on disk or in host memory are brought to this device by accelerate's hook.
+    return torch.device(getattr(getattr(attention, "_hf_hook", None), "execution_device", None) or "cpu")

@@ -7,12 +7,13 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvwinnow.errors import KvwinnowError, UnsupportedModelError
+from kvwinnow.integrations.transformers.layers import attention_layers
 
 OLDEST_TRANSFORMERS = "5.16"
-TESTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Structure:
         kv_heads: key/value heads Hkv.
         dim: head dimension D.
         trained_length: tokens the model was trained to; None: not stated.
+        sliding: for each layer, how many of the latest tokens a token sees, itself included; None: all.
+        names: for each layer, where its attention lies in the model.
+        direct: whether the layers call torch's ``scaled_dot_product_attention`` themselves.
     """
 
     layers: int
@@ -32,6 +36,9 @@ class Structure:
     kv_heads: int
     dim: int
     trained_length: int | None
+    sliding: tuple[int | None, ...]
+    names: tuple[str, ...]
+    direct: bool
 
 
 def trained_length(config: Any) -> int | None:
@@ -41,18 +48,24 @@ def trained_length(config: Any) -> int | None:
     the longer reading counts. None: not stated.
     """
     stated = getattr(config, "max_position_embeddings", None)
+    if stated is None:
+        return None
     rope = getattr(config, "rope_parameters", None) or {}
-    if stated is None or rope.get("rope_type", "default") == "default":
-        return stated
-    original = rope.get("original_max_position_embeddings") or stated
-    return max(int(stated), int(original * (rope.get("factor") or 1.0)))
+    # Some families have parameters for each type of layer.
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    lengths = [int(stated)]
+    for part in parts:
+        if part.get("rope_type", "default") != "default":
+            original = part.get("original_max_position_embeddings") or stated
+            lengths.append(int(original * (part.get("factor") or 1.0)))
+    return max(lengths)
 
 
 def inspect_model(model: Any) -> Structure:
     """Check that ``model`` is one the cache serves.
 
     Raises:
-        UnsupportedModelError: not a transformers model, or a structure that has not been tested.
+        UnsupportedModelError: not a transformers model, or one with a layer that is not served.
         KvwinnowError: a transformers too old.
     """
     if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
@@ -70,28 +83,36 @@ def inspect_model(model: Any) -> Structure:
             f"the model is a {type(model).__name__} without a language head; give CompressedCache the model that "
             "generates, such as AutoModelForCausalLM.from_pretrained(...) returns"
         )
-    config, decoder = model.config, model.base_model
-    kind = getattr(config, "model_type", "?")
-    if kind not in TESTED:
-        raise UnsupportedModelError(
-            f"models of type {kind!r} have not been tested with CompressedCache; it serves {', '.join(TESTED)}"
-        )
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    trained = trained_length(config)
-    if layer_types - {"full_attention"} or (kind == "mistral" and window and window < (trained or window + 1)):
-        raise UnsupportedModelError(
-            f"this {kind} model has sliding-window layers (window {window}), which CompressedCache does not serve yet; "
-            "use a model whose layers all attend to everything"
-        )
-    attentions = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
-    if not attentions or any(
-        getattr(attention, "config", None) is not config or getattr(attention, "layer_idx", None) != index
-        for index, attention in enumerate(attentions)
-    ):
-        raise UnsupportedModelError(
-            f"this {type(model).__name__} does not have the layers of a {kind} model (a .layers list whose .self_attn "
-            "share the model's config and count their layer_idx from 0); only unmodified structures are served"
-        )
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Structure(len(attentions), config.num_attention_heads, config.num_key_value_heads, int(dim), trained)
+    decoder = text_decoder(model)
+    layers = attention_layers(model, decoder)
+    first = layers[0]
+    for layer in layers:
+        if (layer.heads, layer.kv_heads, layer.dim) != (first.heads, first.kv_heads, first.dim):
+            raise UnsupportedModelError(
+                f"{layer.name} has {layer.heads} query heads, {layer.kv_heads} key/value heads and head dimension "
+                f"{layer.dim}, and {first.name} has {first.heads}, {first.kv_heads} and {first.dim}; CompressedCache "
+                "serves models whose layers have the same shapes"
+            )
+    trained = trained_length(decoder.config)
+    return Structure(
+        layers=len(layers),
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        dim=first.dim,
+        trained_length=trained,
+        # A window as wide as the model's positions hides nothing.
+        sliding=tuple(wide(layer.sliding, trained) for layer in layers),
+        names=tuple(layer.name for layer in layers),
+        direct=first.direct,
+    )
+
+
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """The module whose layers read and write the cache; of a vision-language model its language model."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+def wide(sliding: int | None, trained: int | None) -> int | None:
+    """A layer's window, or None if it reaches over all positions the model was trained to."""
+    return None if sliding is None or (trained is not None and sliding >= trained) else sliding
