@@ -159,7 +159,7 @@ class LayerCache:
             shown = step.positions.unsqueeze(1) >= 0
             mass += observed.slots * shown if any(step.starts) else observed.slots
         if Kind.KEY_NORM in self.running:
-            self.running[Kind.KEY_NORM].scatter_(2, slot, k.float().norm(dim=-1))
+            self.running[Kind.KEY_NORM].scatter_(2, slot, _norms(k))
         keep = self._due(step)
         if keep is not None:
             newest = None if observed is None else observed.slots
@@ -187,7 +187,7 @@ class LayerCache:
         """Bring what is stored for the slots up to date; return the same for the chunk, (B, Hkv, n) each."""
         fresh = {}
         if Kind.KEY_NORM in self.running:
-            fresh[Kind.KEY_NORM] = k.float().norm(dim=-1)
+            fresh[Kind.KEY_NORM] = _norms(k)
         mass = self.running.get(Kind.MASS)
         if mass is None or observed is None:
             return fresh
@@ -389,6 +389,16 @@ class LayerCache:
         if self.slots is not None:
             held += [*self.slots.keys.tensors(), *self.slots.values.tensors(), self.slots.positions]
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+def _norms(k: Tensor) -> Tensor:
+    """(B, Hkv, n) float32: L2 norms of keys (B, Hkv, n, D), rounded to 17 bits.
+
+    The same token has the same norm wherever it stands in the first layer, since rotations keep lengths. Rounded, such
+    ties are ties, which the position breaks, and not the noise of a rotation or of another batch's matrix products.
+    """
+    bits = k.float().norm(dim=-1).view(torch.int32)
+    return ((bits + 64) & -128).view(torch.float32)
 
 
 def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:

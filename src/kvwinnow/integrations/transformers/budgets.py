@@ -90,7 +90,8 @@ class Budgets:
         for kept in layers:
             slots = slots_for(kept, self.policy.capacity(kept), self.codecs, self.shape.exact)
             if self.policy.layered and seen is None:
-                slots = slots_for(kept, None, self.codecs, self.shape.exact) + GROWTH
+                # However the sum is divided, no layer has more than a step of slots beyond its part.
+                slots = kept + GROWTH
             total += layer_nbytes(self.policy, self.codecs, self.shape, batch=batch, slots=slots)
         return total
 
@@ -101,8 +102,8 @@ class Budgets:
         if needed > limit:
             raise PolicyError(
                 f"budget={size!r} ({limit:,} bytes) is too small: {self.policy.name} keeps at least {least} tokens per "
-                f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and a "
-                "window of queries included; give at least that"
+                f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and "
+                "what is held of the prompt's queries included; give at least that"
             )
         low, high = least, least + limit  # no token takes less than a byte
         while low < high:
