@@ -398,7 +398,8 @@ def _norms(k: Tensor) -> Tensor:
     ties are ties, which the position breaks, and not the noise of a rotation or of another batch's matrix products.
     """
     bits = k.float().norm(dim=-1).view(torch.int32)
-    return ((bits + 64) & -128).view(torch.float32)
+    rounded: Tensor = (bits + 64) & -128
+    return rounded.view(torch.float32)
 
 
 def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:
