@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +55,25 @@ def test_the_example_policy_keeps_what_its_text_says() -> None:
 def test_the_example_policy_refuses_a_budget_it_cannot_obey() -> None:
     with pytest.raises(ValueError, match="budget=19 is under the 20 tokens"):
         parse("strided:budget=19")
+
+
+@pytest.mark.smollm2
+def test_the_pipeline_in_two_turns_answers_after_the_context_was_cut(smollm2: tuple[Any, Any]) -> None:
+    (code,) = code_blocks("docs/from-kvpress.md")
+    model, tokenizer = smollm2
+    press = dataclasses.make_dataclass("KnormPress", ["compression_ratio"])(0.25)
+    names = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "press": press,
+        "context": "The capital of Harlow is Ostrava. " * 8,
+        "question": "What is the capital of Harlow?",
+    }
+    exec(code, names)
+    cache, ids = names["cache"], names["ids"]
+    assert isinstance(names["answer"], str)
+    assert names["answer"]
+    assert cache.report().tokens_seen >= ids.shape[1]
+    # A quarter of context and question is gone, and nothing of the answer.
+    kept, seen = cache.report().tokens_kept, cache.report().tokens_seen
+    assert kept == int(ids.shape[1] * 0.75) + seen - ids.shape[1]
