@@ -26,11 +26,19 @@ FULL_WIDTH = {
     "hybrid": "hybrid:budget=24,evict_every=3",
     "snapkv": "snapkv:budget=24,window=8,kernel=3",
     "snapkv-avg": "snapkv:budget=24,window=8,kernel=5,pool=avg,sinks=0",
+    "tova": "tova:budget=24",
+    "knorm": "knorm:budget=24,sinks=2,evict_every=2",
+    "keydiff": "keydiff:budget=24,recent=4",
+    "expected": "expectedattention:budget=24,future=16",
+    "compose": "compose:budget=24,prompt=snapkv(window=8,kernel=3),decode=h2o(sinks=4,normalize=age)",
 }
-"""One or two settings of every policy, by a short name; each that evicts holds 24 tokens per KV head."""
+"""One or two settings of every policy, by a short name; each that evicts holds 24 tokens per KV head.
+
+PyramidKV, whose layers hold different numbers, has tests of its own.
+"""
 
 EVICTING = {name: text for name, text in FULL_WIDTH.items() if name != "full"}
-ROLLING = {name: text for name, text in EVICTING.items() if not name.startswith("snapkv")}
+ROLLING = {name: text for name, text in EVICTING.items() if not name.startswith(("snapkv", "expected"))}
 
 
 def with_budget(name: str, budget: int | float | str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvwinnow import H2O, CompressedCache, Hybrid, KvwinnowError
+from kvwinnow import H2O, TOVA, CompressedCache, Hybrid, KeyDiff, Knorm, KvwinnowError
 from kvwinnow.cache import LayerCache, Step
+from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, Policy
@@ -169,10 +171,10 @@ def test_fault_05_a_share_of_a_short_prompt_leaves_what_the_policy_needs(name: s
     model = tiny_model()
     ids, _ = tiny_tokens(length)
     cache = CompressedCache(model, with_budget(name, 0.5))
-    least = {"streaming": 5, "hybrid": 5, "snapkv": 12, "snapkv-avg": 8}.get(name, 1)
+    least = {"streaming": 5, "hybrid": 5, "snapkv": 12, "snapkv-avg": 8, "knorm": 2, "keydiff": 4, "expected": 5}
     first = logits(model, ids, cache)
     assert torch.allclose(first, logits(model, ids), atol=1e-4)
-    assert counts(cache) == {min(length, max(least, length // 2))}
+    assert counts(cache) == {min(length, max((least | {"compose": 12}).get(name, 1), length // 2))}
 
 
 @pytest.mark.parametrize("length", [1, 3, 8])
@@ -199,6 +201,11 @@ def decode(model: object, cache: CompressedCache, steps: int, seed: int = 9) -> 
         "h2o:budget=20,sinks=4",
         "h2o:budget=20,sinks=4,recent=0,evict_every=5",
         "hybrid:budget=20",
+        "tova:budget=20,sinks=4",
+        "knorm:budget=20,sinks=4,evict_every=5",
+        "keydiff:budget=20,sinks=4,recent=2",
+        "compose:budget=20,prompt=snapkv(window=8),decode=h2o(sinks=4,recent=0,normalize=age)",
+        "compose:budget=20,prompt=expectedattention,decode=tova(sinks=4)",
     ],
 )
 def test_fault_06_sinks_outlive_hundreds_of_evictions(policy: str) -> None:
@@ -262,6 +269,34 @@ def test_fault_07_the_mass_of_a_token_is_the_true_sum_over_thousands_of_steps(dt
     assert float(layer.running[Kind.MASS][layer.slots.positions == 0]) == pytest.approx(true, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fault_07_the_moments_of_thousands_of_queries_far_from_zero_are_the_true_ones(dtype: torch.dtype) -> None:
+    """Queries about 100 with a deviation of 1: sums of squares in float32 would leave noise for a covariance."""
+    n, dim = 20_000, 4
+    q = torch.randn(2, n, dim, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2.0, 1.0, 0.5]) + 100
+    q = q.to(dtype)
+    moments = QueryMoments(1, 2, dim, q.device)
+    for begin, end in ((0, 7), (7, 8), (8, 9_000), (9_000, n)):
+        moments.add(0, q[:, begin:end], begin, None)
+    expected = moments.expected((n,), 5, 0.5, None)
+    true = q.double() * 0.5
+    for head in range(2):
+        torch.testing.assert_close(expected.mean[0, head].double(), true[head].mean(0), rtol=1e-6, atol=0)
+        covariance = torch.cov(true[head].T, correction=0)
+        torch.testing.assert_close(expected.covariance[0, head].double(), covariance, rtol=1e-4, atol=1e-4)
+
+
+def test_fault_07_what_is_summed_and_stored_is_float32_in_a_bfloat16_model() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    for name in ("h2o", "hybrid", "knorm", "compose"):
+        cache = CompressedCache(model, FULL_WIDTH[name], dtype="int4")
+        logits(model, tiny_tokens(60)[0], cache)
+        decode(model, cache, 3)
+        stored = [tensor for layer in cache._layers() for tensor in layer.running.values()]
+        assert stored
+        assert {tensor.dtype for tensor in stored} == {torch.float32}
+
+
 def test_fault_08_without_a_recent_range_the_lightest_token_goes_be_it_the_newest() -> None:
     q = torch.ones(6, 1)
     k = torch.tensor([[4.0], [3.0], [2.0], [-9.0], [-9.0], [6.0]])
@@ -284,7 +319,37 @@ def test_fault_08_a_hybrid_without_a_window_evicts_by_weight() -> None:
     assert trace == [[0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 4]]
 
 
-@pytest.mark.parametrize("policy", ["h2o:budget=24", "h2o:budget=24,recent=0", "hybrid:budget=24,heavy_ratio=1.0"])
+@pytest.mark.parametrize("policy", [H2O(recent=0, normalize="age"), TOVA(recent=0)], ids=str)
+def test_fault_08_the_newest_token_may_go_at_once_and_the_heaviest_stay(policy: Policy) -> None:
+    q = torch.ones(6, 1)
+    k = torch.tensor([[4.0], [3.0], [2.0], [-9.0], [-9.0], [6.0]])
+    _, trace = drive(dataclasses.replace(policy, budget=3), q, k)  # type: ignore[call-arg]
+    assert trace[:5] == [[0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert 5 in trace[5]
+
+
+def test_fault_08_norms_and_directions_need_no_recent_range() -> None:
+    q = torch.ones(5, 2)
+    k = torch.tensor([[4.0, 0.0], [1.0, 0.0], [3.0, 0.0], [9.0, 0.0], [2.0, 0.0]])
+    assert drive(Knorm(budget=2), q, k)[1] == [[0], [0, 1], [1, 2], [1, 2], [1, 4]]
+    turned = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [-1.0, 0.2], [0.1, 1.0]])
+    # Least like the mean direction: of three 1 stays and 2, the likest, goes; then 3 comes, and 4, which is like 1.
+    assert drive(KeyDiff(budget=2), q, turned)[1] == [[0], [0, 1], [0, 1], [0, 3], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "h2o:budget=24",
+        "h2o:budget=24,recent=0",
+        "h2o:budget=24,recent=0,normalize=age",
+        "hybrid:budget=24,heavy_ratio=1.0",
+        "tova:budget=24,recent=0",
+        "knorm:budget=24",
+        "keydiff:budget=24",
+        "compose:budget=24,prompt=expectedattention,decode=keydiff",
+    ],
+)
 def test_fault_08_the_budget_is_obeyed_at_every_step(policy: str) -> None:
     model = tiny_model()
     cache = CompressedCache(model, policy)
@@ -297,7 +362,7 @@ def test_fault_08_the_budget_is_obeyed_at_every_step(policy: str) -> None:
 # -- 9 and 22: memory of a long prompt --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["h2o", "hybrid", "snapkv"])
+@pytest.mark.parametrize("name", ["h2o", "hybrid", "snapkv", "tova", "knorm", "keydiff", "expected", "compose"])
 def test_fault_09_a_prompt_takes_memory_in_proportion_to_its_length(name: str) -> None:
     model = tiny_model(heads=2, kv_heads=1, layers=1, trained=8192)
     peaks = []
@@ -468,7 +533,13 @@ def test_fault_24_a_real_model_stays_coherent_far_beyond_the_cache(smollm2: tupl
     chat = [{"role": "user", "content": GETTYSBURG}]
     ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"][:, :-2]
     full = loss_after_eviction(model, None, ids, 24)
-    for policy in ("streamingllm:budget=64", "snapkv:budget=64,window=16", "hybrid:budget=64"):
+    for policy in (
+        "streamingllm:budget=64",
+        "snapkv:budget=64,window=16",
+        "hybrid:budget=64",
+        "tova:budget=64,sinks=4",
+        "compose:budget=64,prompt=snapkv(window=16),decode=h2o(sinks=4)",
+    ):
         cache = CompressedCache(model, policy)
         assert loss_after_eviction(model, cache, ids, 24) < full + 0.5
         assert all(held(cache, layer, 0, head)[:4] == [0, 1, 2, 3] for layer in range(30) for head in range(3))
@@ -476,7 +547,7 @@ def test_fault_24_a_real_model_stays_coherent_far_beyond_the_cache(smollm2: tupl
     assert loss_after_eviction(model, bare, ids, 24) > full + 1
 
 
-@pytest.mark.parametrize("name", ["streaming", "hybrid", "snapkv"])
+@pytest.mark.parametrize("name", ["streaming", "hybrid", "snapkv", "expected", "compose"])
 def test_fault_24_the_first_real_tokens_of_each_row_stay_by_default(name: str) -> None:
     model = tiny_model()
     ids, mask = tiny_tokens(90, 60, 120)

@@ -19,6 +19,9 @@ TOLERANCE = 1e-5
 
 GROUPS = (1, 3, 4, 8)
 
+SLOW = ("pyramidkv", "tova", "knorm", "keydiff", "expectedattention")
+"""Methods of which fewer examples must do: the oracle's loops take their time, or they share others' paths."""
+
 
 def new_cache(method: Method, stream: Stream) -> LayerCache:
     return stream.cache(method, FP32(), FP32())
@@ -65,10 +68,10 @@ def compare_sets(cache: LayerCache, index: int, row: Row, tally: Counter[str]) -
 @pytest.mark.parametrize("name", LEAST)
 def test_outputs_and_kept_tokens_are_those_of_the_oracle(name: str, group: int) -> None:
     tally: Counter[str] = Counter()
-    search(cases(name, group), lambda case: follow(*case, tally), examples=40)
+    search(cases(name, group), lambda case: follow(*case, tally), examples=20 if name in SLOW else 40)
     # The comparison gives way where two scores nearly tie; that must stay an exception.
     assert tally["near"] <= 0.002 * tally["cuts"], tally
-    assert name == "full" or tally["cuts"] > 100, tally
+    assert name == "full" or tally["cuts"] > (50 if name in SLOW else 100), tally
 
 
 def same_as_alone(method: Method, stream: Stream) -> None:
@@ -89,7 +92,7 @@ def same_as_alone(method: Method, stream: Stream) -> None:
 
 @pytest.mark.parametrize("name", LEAST)
 def test_a_padded_row_is_the_row_alone(name: str) -> None:
-    search(cases(name, 3), lambda case: same_as_alone(*case), examples=60)
+    search(cases(name, 3), lambda case: same_as_alone(*case), examples=30 if name in SLOW else 60)
 
 
 @pytest.mark.parametrize("pool", ["max", "avg"])

@@ -39,6 +39,10 @@ METHODS = [
     Method("h2o", {"sinks": 1, "recent": 2, "evict_every": 1}),
     Method("hybrid", {"sinks": 2, "heavy_ratio": 0.5, "evict_every": 3}),
     Method("snapkv", {"sinks": 2, "window": 3, "kernel": 3, "pool": "max"}),
+]
+
+# All of these read vectors in one way, or not at all: fewer examples tell as much.
+NEWER = [
     Method("tova", {"sinks": 1, "recent": 1, "evict_every": 1}),
     Method("knorm", {"sinks": 1, "recent": 1, "evict_every": 2}),
     Method("keydiff", {"sinks": 1, "recent": 1, "evict_every": 1}),
@@ -130,12 +134,12 @@ def slots_of(cache: LayerCache, row: int, head: int) -> dict[int, int]:
     return {token: slot for slot, token in enumerate(cache.slots.positions[row, head].tolist()) if token >= 0}
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [*METHODS, *NEWER], ids=lambda method: method.name)
 @pytest.mark.parametrize("codecs", PAIRS, ids="/".join)
 def test_outputs_are_the_oracles_on_the_stored_values(codecs: tuple[str, str], method: Method) -> None:
     tally: Counter[str] = Counter()
     strategy = streams(method, 2, dims=(64,))
-    search(strategy, lambda stream: follow_stored(method, stream, codecs, tally), examples=8)
+    search(strategy, lambda stream: follow_stored(method, stream, codecs, tally), examples=3 if method in NEWER else 8)
     assert tally["near"] <= 0.01 * tally["cuts"], tally
 
 

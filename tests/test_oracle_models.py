@@ -27,6 +27,9 @@ EVICTING = {
     "snapkv": "snapkv:budget=12,window=4,kernel=3,sinks=2",
     "snapkv average": "snapkv:budget=12,window=6,kernel=5,pool=avg,sinks=0",
     "snapkv share": "snapkv:budget=0.5,window=2,kernel=3,sinks=1",
+    "tova in bursts": "tova:budget=10,evict_every=3",
+    "expected attention": "expectedattention:budget=12,sinks=2,future=20",
+    "composed": "compose:budget=12,prompt=snapkv(window=4,kernel=3,sinks=2),decode=keydiff(recent=2)",
 }
 ROOMY = [
     "full",
@@ -36,6 +39,8 @@ ROOMY = [
     "hybrid:budget=100",
     "snapkv:budget=100",
     "snapkv:budget=1.0,window=2,sinks=1",
+    "expectedattention:budget=100",
+    "compose:budget=100,prompt=knorm,decode=tova",
 ]
 
 

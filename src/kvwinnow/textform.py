@@ -79,14 +79,19 @@ def show_spec(name: str, instance: Any) -> str:
     return f"{name}:{text}" if text else name
 
 
+def show_value(value: Any) -> str:
+    """The text form of a parameter's value; of one that is a policy or codec itself, in brackets."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return str(value)
+    inner, name = ",".join(_shown(value, but=SHARED)), str(getattr(value, "name", value))
+    return f"{name}({inner})" if inner else name
+
+
 def _shown(instance: Any, *, but: str | None = None) -> Iterator[str]:
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         if value is not None and field.name != but:
-            nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
-            inner = ",".join(_shown(value, but=SHARED)) if nested else ""
-            own = f"{value.name}({inner})" if inner else value.name if nested else value
-            yield f"{field.name}={own}"
+            yield f"{field.name}={show_value(value)}"
 
 
 def _pieces(text: str, whole: str, kind: str, error: type[KvwinnowError]) -> Iterator[str]:

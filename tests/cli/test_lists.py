@@ -21,7 +21,7 @@ def test_policies_lists_everything_in_the_registry(run: Callable[..., Ran]) -> N
     for name, policy in POLICIES.items():
         assert f" {name} " in ran.out
         for field in dataclasses.fields(policy):
-            assert f"{field.name}={field.default}" in ran.out
+            assert f"{field.name}={getattr(field.default, 'name', field.default)}" in ran.out
         assert policy.url in ran.out
 
 

@@ -111,7 +111,8 @@ def fields(press: type) -> dict[str, Any]:
 
 def main() -> None:
     torch.manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {"ids": torch.randint(2, CONFIG["vocab_size"], (1, TOKENS))}
+    # No token twice: keys of equal norm would be told apart by rounding alone.
+    tensors: dict[str, torch.Tensor] = {"ids": 2 + torch.randperm(CONFIG["vocab_size"] - 2)[:TOKENS].unsqueeze(0)}
     models = {}
     for name, config in MODELS.items():
         models[name] = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager")).float().eval()

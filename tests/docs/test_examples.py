@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import sys
@@ -82,3 +83,25 @@ def test_the_examples_of_generation_run_one_after_another(smollm2: tuple[Any, An
     assert cache.batch_size == 1
     exec(pipelines, names)
     assert cache.report().tokens_seen > 60
+
+
+@pytest.mark.smollm2
+def test_the_pipeline_in_two_turns_answers_after_the_context_was_cut(smollm2: tuple[Any, Any]) -> None:
+    (code,) = code_blocks("docs/from-kvpress.md")
+    model, tokenizer = smollm2
+    press = dataclasses.make_dataclass("KnormPress", ["compression_ratio"])(0.25)
+    names = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "press": press,
+        "context": "The capital of Harlow is Ostrava. " * 8,
+        "question": "What is the capital of Harlow?",
+    }
+    exec(code, names)
+    cache, ids = names["cache"], names["ids"]
+    assert isinstance(names["answer"], str)
+    assert names["answer"]
+    assert cache.report().tokens_seen >= ids.shape[1]
+    # A quarter of context and question is gone, and nothing of the answer.
+    kept, seen = cache.report().tokens_kept, cache.report().tokens_seen
+    assert kept == int(ids.shape[1] * 0.75) + seen - ids.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -13,12 +14,19 @@ from torch import Tensor
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies import (
     H2O,
+    TOVA,
+    Compose,
+    ExpectedAttention,
     Full,
     Hybrid,
+    KeyDiff,
+    Knorm,
     LayerView,
     Lengths,
     Phase,
     Policy,
+    PyramidKV,
+    Queries,
     SlidingWindow,
     SnapKV,
     StreamingLLM,
@@ -125,6 +133,142 @@ def test_snapkv_pools_over_the_kept_slots_and_not_over_what_is_gone() -> None:
     assert kept(policy, [1, 3, 40, 41, 60], [0.0, 0.9, 0.0, 0.1, 0.0], 4, Phase.PROMPT) == [1, 3, 40, 60]
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_tova_keeps_what_the_latest_query_gives_most_to_and_the_latest_token(phase: Phase) -> None:
+    weights = [0.3, 0.05, 0.4, 0.2, 0.04, 0.01]
+    assert kept(TOVA(budget=3), list(range(6)), weights, 3, phase) == [0, 2, 5]
+    assert kept(TOVA(budget=3, recent=0), list(range(6)), weights, 3, phase) == [0, 2, 3]
+    assert kept(TOVA(budget=3, recent=2, sinks=1), list(range(6)), weights, 3, phase) == [0, 4, 5]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_knorm_keeps_the_smallest_norms(phase: Phase) -> None:
+    norms = [9.0, 2.0, 7.0, 1.0, 3.0, 8.0]
+    assert kept(Knorm(budget=3), list(range(6)), norms, 3, phase) == [1, 3, 4]
+    assert kept(Knorm(budget=3, sinks=1, recent=1), list(range(6)), norms, 3, phase) == [0, 3, 5]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_h2o_by_age_divides_by_the_queries_that_could_see_a_token(phase: Phase) -> None:
+    # Last is 5: tokens 0 to 5 were seen by 6, 5, 4, 3, 2, 1 queries, so that the means are .3, .1, .25, .4, .1, .6.
+    sums = [1.8, 0.5, 1.0, 1.2, 0.2, 0.6]
+    for policy in (H2O(budget=3, recent=0), Hybrid(budget=3, sinks=0, heavy_ratio=1.0)):
+        assert kept(policy, list(range(6)), sums, 3, phase) == [0, 2, 3]
+        by_age = type(policy)(budget=3, normalize="age", **_others(policy))
+        assert kept(by_age, list(range(6)), sums, 3, phase) == [0, 3, 5]
+
+
+def _others(policy: Policy) -> dict[str, object]:
+    return {"recent": 0} if isinstance(policy, H2O) else {"sinks": 0, "heavy_ratio": 1.0}
+
+
+def test_observers_are_counted_from_the_first_query_that_was_measured() -> None:
+    positions = torch.tensor([[[0, 3, 7, -1]]], dtype=torch.int32)
+    last = torch.tensor([[[9]]], dtype=torch.int32)
+    assert LayerView(Phase.DECODE, positions, None, last).observers()[0, 0, :3].tolist() == [10, 7, 3]
+    since = torch.tensor([[[6]]], dtype=torch.int32)
+    assert LayerView(Phase.DECODE, positions, None, last, since).observers()[0, 0, :3].tolist() == [4, 4, 3]
+
+
+def view_of(
+    keys: Tensor, positions: list[int], values: Tensor | None = None, queries: Queries | None = None
+) -> LayerView:
+    slots = torch.tensor(positions, dtype=torch.int32).view(1, 1, -1)
+    return LayerView(
+        Phase.PROMPT,
+        slots,
+        None,
+        torch.tensor([[[max(positions)]]], dtype=torch.int32),
+        read_keys=lambda: keys.view(1, 1, *keys.shape),
+        read_values=None if values is None else lambda: values.view(1, 1, *values.shape),
+        make_queries=None if queries is None else lambda: queries,
+    )
+
+
+def test_keydiff_keeps_the_keys_least_like_the_mean_direction_of_those_held() -> None:
+    # Directions: three to the right, whatever their length, and one up. The last slot is empty and must not count.
+    keys = torch.tensor([[1.0, 0.0], [0.0, 5.0], [9.0, 0.0], [2.0, 0.0], [-1e9, 0.0]])
+    view = view_of(keys, [0, 1, 2, 3, -1])
+    scores = KeyDiff(budget=2).score(view)[0, 0, :4]
+    # The mean direction is (.75, .25), of length sqrt(.625): cosines .75 and .25 over that.
+    right, up = -0.75 / 0.625**0.5, -0.25 / 0.625**0.5
+    torch.testing.assert_close(scores, torch.tensor([right, up, right, right]))
+    stays = KeyDiff(budget=2).select(view, [Lengths(seen=4, kept=4, budget=2)], [2])
+    assert stays[0, 0].tolist() == [True, True, False, False, False]
+
+
+def test_expected_attention_by_hand() -> None:
+    # One head of dimension 2. Logits: k.mean + k'covariance k/2 = 1 + 2/2, 0 + 0, 3 + 2 * 9/2; slot 0 is a sink.
+    keys = torch.tensor([[7.0, 7.0], [1.0, 0.0], [0.0, 4.0], [3.0, 0.0], [50.0, 0.0]])
+    values = torch.tensor([[1.0, 0.0], [3.0, 4.0], [1.0, 0.0], [0.0, 0.5], [9.0, 0.0]])
+    queries = Queries(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[[2.0, 0.0], [0.0, 0.0]]]]))
+    view = view_of(keys, [0, 1, 2, 3, -1], values, queries)
+    own = slice(1, 4)
+
+    def weights(*logits: float) -> Tensor:
+        return torch.tensor(logits).softmax(0)
+
+    plain = ExpectedAttention(budget=2, sinks=1, values=False)
+    torch.testing.assert_close(plain.score(view)[0, 0, own], weights(2.0, 0.0, 12.0))
+    mean = ExpectedAttention(budget=2, sinks=1, values=False, covariance=False)
+    torch.testing.assert_close(mean.score(view)[0, 0, own], weights(1.0, 0.0, 3.0))
+    whole = ExpectedAttention(budget=2, sinks=1, covariance=False, epsilon=0.5)
+    expected = (weights(1.0, 0.0, 3.0) + 0.5) * torch.tensor([5.0, 1.0, 0.5])
+    torch.testing.assert_close(whole.score(view)[0, 0, own], expected)
+
+
+def test_compose_scores_and_protects_by_the_policy_of_the_phase() -> None:
+    policy = Compose(4, prompt=Knorm(recent=1), decode=H2O(recent=0, sinks=2))
+    scores = [9.0, 8.0, 1.0, 2.0, 3.0, 7.0]
+    assert kept(policy, list(range(6)), scores, 4, Phase.PROMPT) == [2, 3, 4, 5]
+    assert kept(policy, list(range(6)), scores, 4, Phase.DECODE) == [0, 1, 4, 5]
+    assert policy.protected(4) == (2, 1)
+
+
+# -- layers --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    budget=st.integers(1, 5000),
+    layers=st.integers(1, 90),
+    more=st.integers(-4000, 60_000),
+    window=st.integers(1, 64),
+    beta=st.integers(1, 40),
+    decode=st.integers(0, 100),
+)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_a_pyramid_falls_and_has_exactly_the_tokens_of_its_mean(
+    budget: int, layers: int, more: int, window: int, beta: int, decode: int
+) -> None:
+    pyramid = PyramidKV(budget + window + decode + 4, window=window, beta=beta)
+    composed = Compose(pyramid.budget, prompt=pyramid, decode=TOVA(recent=decode))
+    assert isinstance(pyramid.budget, int)
+    seen = max(1, pyramid.budget + more)
+    for policy in (pyramid, composed):
+        budgets = [
+            policy.layer_budget(pyramid.budget, layer=layer, layers=layers, seen=seen) for layer in range(layers)
+        ]
+        assert sum(budgets) == layers * pyramid.budget
+        assert all(lower >= upper for lower, upper in itertools.pairwise(budgets))
+        assert budgets[-1] >= policy.minimum()
+        if seen <= pyramid.budget or beta == 1:
+            assert set(budgets) == {pyramid.budget}
+        assert budgets[0] <= max(pyramid.budget, seen - window)
+    for policy in (SnapKV(), H2O(), Full(), Compose()):
+        assert policy.layer_budget(budget, layer=0, layers=layers, seen=seen) == budget
+        assert not policy.layered
+
+
+def test_a_pyramid_by_hand() -> None:
+    # From 2 * 100 - 100/4 = 175 to 100/4 = 25 in steps of 150/4 = 37.5; 137.5 rounds to 138, and 62 is opposite.
+    policy = PyramidKV(100, window=8, beta=4)
+    budgets = [policy.layer_budget(100, layer=layer, layers=5, seen=1000) for layer in range(5)]
+    assert budgets == [175, 138, 100, 62, 25]
+    # A prompt of 150 tokens: no layer can use more than the 142 before the window.
+    budgets = [policy.layer_budget(100, layer=layer, layers=5, seen=150) for layer in range(5)]
+    assert budgets == [142, 121, 100, 79, 58]
+
+
 # -- rules for all -------------------------------------------------------------------------------------------------
 
 
@@ -191,8 +335,8 @@ def test_rows_have_budgets_of_their_own() -> None:
 def test_a_score_that_needs_a_statistic_says_so() -> None:
     slots = torch.arange(4, dtype=torch.int32).view(1, 1, 4)
     view = LayerView(Phase.DECODE, slots, None, torch.tensor([[[3]]], dtype=torch.int32))
-    for policy in (H2O(budget=2), Hybrid(budget=5), SnapKV(budget=36)):
-        with pytest.raises(PolicyError, match="statistics"):
+    for policy in (H2O(budget=2), Hybrid(budget=5), SnapKV(budget=36), Knorm(), KeyDiff(), TOVA(), ExpectedAttention()):
+        with pytest.raises(PolicyError, match=r"statistics|keys"):
             policy.score(view)
 
 
@@ -210,7 +354,9 @@ def test_selecting_changes_nothing_it_is_given() -> None:
 # -- the moment ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [SlidingWindow(8), StreamingLLM(8), H2O(8), Hybrid(8)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [SlidingWindow(8), StreamingLLM(8), H2O(8), Hybrid(8), TOVA(8), Knorm(8), KeyDiff(8)], ids=str
+)
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_a_rolling_policy_cuts_prompts_at_once_and_decoding_every_so_often(policy: Policy, every: int) -> None:
     policy = type(policy)(budget=8, evict_every=every)  # type: ignore[call-arg]
@@ -228,6 +374,19 @@ def test_snapkv_cuts_prompts_only_and_full_nothing() -> None:
         assert SnapKV(40).due(Phase.DECODE, lengths) is None
         assert Full().due(Phase.PROMPT, lengths) is Full().due(Phase.DECODE, lengths) is None
     assert SnapKV(40).capacity(40) is Full().capacity(40) is None
+
+
+def test_compose_cuts_at_the_moments_of_its_policies() -> None:
+    both = Compose(40, prompt=SnapKV(), decode=TOVA(evict_every=3))
+    whole = Compose(40, prompt=Full(), decode=TOVA(evict_every=3))
+    prompts = Compose(40, prompt=Knorm(), decode=Full())
+    for tokens in range(1, 60):
+        lengths = Lengths(seen=100, kept=tokens, budget=40)
+        over = 40 if tokens > 40 else None
+        assert [policy.due(Phase.PROMPT, lengths) for policy in (both, whole, prompts)] == [over, None, over]
+        late = 40 if tokens >= 43 else None
+        assert [policy.due(Phase.DECODE, lengths) for policy in (both, whole, prompts)] == [late, late, None]
+    assert [policy.capacity(40) for policy in (both, whole, prompts)] == [43, None, None]
 
 
 @given(

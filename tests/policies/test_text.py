@@ -8,7 +8,23 @@ from typing import Any
 import pytest
 
 from kvwinnow.errors import KvwinnowError, PolicyError
-from kvwinnow.policies import H2O, POLICIES, Full, Hybrid, Policy, SlidingWindow, SnapKV, StreamingLLM, parse
+from kvwinnow.policies import (
+    H2O,
+    POLICIES,
+    TOVA,
+    Compose,
+    ExpectedAttention,
+    Full,
+    Hybrid,
+    KeyDiff,
+    Knorm,
+    Policy,
+    PyramidKV,
+    SlidingWindow,
+    SnapKV,
+    StreamingLLM,
+    parse,
+)
 from kvwinnow.policies.budget import parse_size
 
 VARIANTS: list[Policy] = [
@@ -23,6 +39,16 @@ VARIANTS: list[Policy] = [
     Hybrid(budget="1.5 GB", heavy_ratio=1),
     Hybrid(budget=6, sinks=2, heavy_ratio=0.25),
     SnapKV(budget=40, window=32, kernel=7, pool="avg", sinks=8),
+    H2O(budget=7, normalize="age"),
+    TOVA(budget=7, sinks=2, recent=0, evict_every=4),
+    Knorm(budget="1GiB", recent=3),
+    KeyDiff(budget=0.5, sinks=1),
+    ExpectedAttention(budget=9, future=3, sinks=1, epsilon=0.02, covariance=False, values=False),
+    PyramidKV(budget=100, beta=3),
+    Compose(budget=0.25, prompt=PyramidKV(0.25, pool="avg"), decode=TOVA()),
+    Compose(budget="64MiB", prompt=Full(), decode=H2O("64MiB", recent=64)),
+    Compose(budget=4096, prompt=SnapKV(4096, window=2000), decode=StreamingLLM()),
+    Compose(budget=50, prompt=ExpectedAttention(), decode=Full()),
 ]
 
 
@@ -37,6 +63,23 @@ def test_the_text_form_of_the_design() -> None:
     assert parse(" SnapKV : budget = 1024 , kernel = 7 ") == expected
     assert parse("full") == Full()
     assert parse("h2o:budget=0.5,recent=none") == H2O(budget=0.5)
+
+
+def test_a_policy_within_a_policy_stands_in_brackets_and_has_the_outer_budget() -> None:
+    text = "compose:budget=1024,prompt=snapkv(window=32,kernel=7),decode=h2o(recent=64)"
+    expected = Compose(1024, SnapKV(1024, window=32, kernel=7), H2O(1024, recent=64))
+    assert parse(text) == expected
+    assert str(expected) == (
+        "compose:budget=1024,prompt=snapkv(window=32,kernel=7,pool=max,sinks=4),decode=h2o(evict_every=1,sinks=0,recent=64)"
+    )
+    assert parse("compose:decode=h2o(recent=64),prompt=snapkv(window=32,kernel=7)") == expected
+    assert parse(" Compose : budget = 1024 , prompt = SnapKV ( kernel = 7 ) , decode = h2o ( recent=64 )") == expected
+    assert parse("compose:prompt=snapkv(),decode=tova") == Compose(prompt=SnapKV(), decode=TOVA())
+    # A window wider than the default budget is fine under a greater one, wherever that stands.
+    wide = parse("compose:prompt=snapkv(window=2000),budget=4096")
+    assert isinstance(wide, Compose)
+    assert wide.prompt == SnapKV(4096, window=2000)
+    assert parse("compose:budget=500,prompt=snapkv(budget=500)") == parse("compose:budget=500,prompt=snapkv")
 
 
 def test_defaults_are_those_of_the_papers_or_said_to_differ() -> None:
@@ -99,6 +142,40 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("snapkv:pool=mean", ["mean", "max", "avg"]),
     ("snapkv:pool=none", ["None", "max", "avg"]),
     ("snapkv:budget=32", ["budget=32", "36"]),
+    ("h2o:normalize=yes", ["normalize='yes'", "age", "none"]),
+    ("h2o:normalize=true", ["normalize=True", "age"]),
+    ("hybrid:normalize=raw", ["normalize='raw'", "age"]),
+    ("tova:recent=-1", ["recent=-1", "0"]),
+    ("tova:budget=3,sinks=2,recent=2", ["budget=3", "4"]),
+    ("knorm:sinks=1.5", ["sinks=1.5", "whole"]),
+    ("keydiff:evict_every=0", ["evict_every=0", "1"]),
+    ("expectedattention:future=0", ["future=0", "1"]),
+    ("expectedattention:budget=4", ["budget=4", "5"]),
+    ("expectedattention:epsilon=-1", ["epsilon=-1", "0 or more"]),
+    ("expectedattention:epsilon=nan", ["epsilon=nan", "0 or more"]),
+    ("expectedattention:epsilon=little", ["epsilon='little'", "number"]),
+    ("expectedattention:covariance=1", ["covariance=1", "true or false"]),
+    ("expectedattention:values=none", ["values=None", "true or false"]),
+    ("pyramidkv:beta=0", ["beta=0", "1"]),
+    ("pyramidkv:beta=2.5", ["beta=2.5", "whole"]),
+    ("pyramidkv:kernel=2", ["pyramidkv", "kernel=2", "1 or 3"]),
+    ("pyramidkv:pool=mean", ["pyramidkv", "mean", "max"]),
+    ("compose:prompt=snap", ["'snap'", "snapkv"]),
+    ("compose:prompt=5", ["'5'", "snapkv"]),
+    ("compose:prompt=none", ["'none'", "snapkv"]),
+    ("compose:prompt=compose", ["prompt=", "compose", "itself"]),
+    ("compose:budget=60,decode=compose(decode=h2o)", ["decode=", "compose", "itself"]),
+    ("compose:decode=snapkv", ["decode=snapkv", "h2o", "full"]),
+    ("compose:decode=expectedattention(future=3)", ["decode=expectedattention", "h2o"]),
+    ("compose:budget=60,decode=h2o(budget=70)", ["decode=h2o", "budget=70", "budget=60", "one budget"]),
+    ("compose:budget=10", ["budget=10", "36"]),
+    ("compose:budget=40,prompt=full,decode=h2o(recent=50)", ["budget=40", "50"]),
+    ("compose:prompt=snapkv(window=0)", ["window=0", "1"]),
+    ("compose:prompt=snapkv(windows=3)", ["windows", "window"]),
+    ("compose:prompt=snapkv(window=3", ["bracket", "NAME(PARAMETER=VALUE"]),
+    ("compose:prompt=snapkv)window=3(", ["bracket"]),
+    ("compose:prompt=snapkv,prompt=h2o", ["prompt", "twice", "snapkv", "h2o"]),
+    ("h2o:recent=snapkv(window=3)", ["recent=", "whole"]),
 ]
 
 
@@ -129,6 +206,14 @@ def test_what_is_no_text_is_no_policy(text: Any) -> None:
         (Hybrid(sinks=2), 3),
         (SnapKV(), 36),
         (SnapKV(window=1, sinks=0), 1),
+        (PyramidKV(window=5), 9),
+        (TOVA(), 1),
+        (TOVA(sinks=2, recent=3), 5),
+        (Knorm(), 1),
+        (KeyDiff(sinks=1), 1),
+        (ExpectedAttention(), 5),
+        (Compose(), 36),
+        (Compose(prompt=Full(), decode=TOVA(recent=7)), 7),
     ],
     ids=str,
 )

@@ -175,7 +175,7 @@ class LayerCache:
             shown = step.positions.unsqueeze(1) >= 0
             mass += observed.slots * shown if any(step.starts) else observed.slots
         if Kind.KEY_NORM in self.running:
-            self.running[Kind.KEY_NORM].scatter_(2, slot, k.float().norm(dim=-1))
+            self.running[Kind.KEY_NORM].scatter_(2, slot, _norms(k))
         keep = self._due(step)
         if keep is not None:
             newest = None if observed is None else observed.slots
@@ -203,7 +203,7 @@ class LayerCache:
         """Bring what is stored for the slots up to date; return the same for the chunk, (B, Hkv, n) each."""
         fresh = {}
         if Kind.KEY_NORM in self.running:
-            fresh[Kind.KEY_NORM] = k.float().norm(dim=-1)
+            fresh[Kind.KEY_NORM] = _norms(k)
         mass = self.running.get(Kind.MASS)
         if mass is None or observed is None:
             return fresh
@@ -558,6 +558,17 @@ class LayerCache:
 
 def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat([tensor[:, :, :start], tensor[:, :, stop:]], dim=2)
+
+
+def _norms(k: Tensor) -> Tensor:
+    """(B, Hkv, n) float32: L2 norms of keys (B, Hkv, n, D), rounded to 17 bits.
+
+    The same token has the same norm wherever it stands in the first layer, since rotations keep lengths. Rounded, such
+    ties are ties, which the position breaks, and not the noise of a rotation or of another batch's matrix products.
+    """
+    bits = k.float().norm(dim=-1).view(torch.int32)
+    rounded: Tensor = (bits + 64) & -128
+    return rounded.view(torch.float32)
 
 
 def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:

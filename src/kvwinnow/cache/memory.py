@@ -50,21 +50,15 @@ class LayerShape:
     dtype: torch.dtype
 
 
-def layer_nbytes(
-    policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, *, batch: int, slots: int, queries: int = 0
-) -> int:
-    """Bytes a ``LayerCache`` holds with ``slots`` slots per KV head and ``queries`` observing queries.
-
-    What else lives no longer than the prompt is added by ``prompt_nbytes``.
-    """
+def layer_nbytes(policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, *, batch: int, slots: int) -> int:
+    """Bytes a ``LayerCache`` holds with ``slots`` slots per KV head, but for those of ``prompt_nbytes``."""
     sizes = (batch, shape.kv_heads, slots, shape.dim)
     total = sum(
         vectors_nbytes(codec, sizes, exact=shape.exact, centred=is_key, dtype=shape.dtype)
         for codec, is_key in zip(codecs, (True, False), strict=True)
     )
     total += batch * shape.kv_heads * slots * torch.int32.itemsize
-    total += len(policy.running()) * batch * shape.kv_heads * slots * torch.float32.itemsize
-    return total + batch * shape.heads * queries * shape.dim * shape.dtype.itemsize
+    return total + len(policy.running()) * batch * shape.kv_heads * slots * torch.float32.itemsize
 
 
 def prompt_nbytes(policy: Policy, shape: LayerShape, *, batch: int) -> int:

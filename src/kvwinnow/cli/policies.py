@@ -28,7 +28,8 @@ def policies() -> None:
     console = out()
     console.print(table)
     console.print(
-        "Written as NAME or NAME:PARAMETER=VALUE,... for example snapkv:budget=512,window=64. A budget is a number of "
+        "Written as NAME or NAME:PARAMETER=VALUE,... for example snapkv:budget=512,window=64; a policy within "
+        "another is written NAME(PARAMETER=VALUE,...). A budget is a number of "
         'tokens per KV head (512), a share of the prompt (0.125) or a size of the whole cache ("64MiB").',
         highlight=False,
         markup=False,
@@ -40,5 +41,7 @@ def _parameters(policy: Any) -> Text:
     return Text("\n".join(f"{field.name}={_default(field)}" for field in fields) or "none")
 
 
-def _default(field: dataclasses.Field[Any]) -> object:
-    return "(required)" if field.default is dataclasses.MISSING else field.default
+def _default(field: dataclasses.Field[Any]) -> str:
+    from kvwinnow.textform import show_value
+
+    return "(required)" if field.default is dataclasses.MISSING else show_value(field.default)

@@ -41,10 +41,11 @@ class SnapKV(Budgeted):
         super().__post_init__()
         if self.kernel % 2 == 0:
             raise PolicyError(
-                f"snapkv: kernel={self.kernel} is even and has no middle; take {self.kernel - 1} or {self.kernel + 1}"
+                f"{self.name}: kernel={self.kernel} is even and has no middle; take {self.kernel - 1} or "
+                f"{self.kernel + 1}"
             )
         if self.pool not in ("max", "avg"):
-            raise PolicyError(f"snapkv: pool={self.pool!r} is unknown; take max or avg")
+            raise PolicyError(f"{self.name}: pool={self.pool!r} is unknown; take max or avg")
 
     def statistics(self, phase: Phase) -> Statistics:
         return WINDOW(self.window) if phase is Phase.PROMPT else NONE

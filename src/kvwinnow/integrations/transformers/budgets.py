@@ -128,13 +128,13 @@ class Budgets:
             if window is not None:
                 total += _sliding_nbytes(window, codecs, shape, batch)
                 continue
-            kept, bound, spare = tokens, policy.capacity(tokens), 0
+            kept = tokens
             if policy.layered and seen is not None:
                 kept = min(seen, policy.layer_budget(tokens, layer=number, layers=sharing, seen=seen))
-                bound = policy.capacity(kept)
-            elif policy.layered:
-                bound, spare = None, GROWTH
-            slots = slots_for(kept, bound, codecs, shape.exact) + spare
+            slots = slots_for(kept, policy.capacity(kept), codecs, shape.exact)
+            if policy.layered and seen is None:
+                # However the sum is divided, no layer has more than a step of slots beyond its part.
+                slots = kept + GROWTH
             total += layer_nbytes(policy, codecs, shape, batch=batch, slots=slots)
             total += prompt_nbytes(policy, shape, batch=batch)
             number += 1
@@ -147,8 +147,8 @@ class Budgets:
         if needed > limit:
             raise PolicyError(
                 f"budget={size!r} ({limit:,} bytes) is too small: {self.policy.name} keeps at least {least} tokens per "
-                f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and a "
-                "window of queries included; give at least that"
+                f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and "
+                "what is held of the prompt's queries included; give at least that"
             )
         low, high = least, least + limit  # no token takes less than a byte
         while low < high:
