@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from kvwinnow import CompressedCache, parse
 from kvwinnow.policies import POLICIES
 from tests.models import tiny_model
+from tests.prose import GETTYSBURG
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,3 +55,35 @@ def test_the_example_policy_keeps_what_its_text_says() -> None:
 def test_the_example_policy_refuses_a_budget_it_cannot_obey() -> None:
     with pytest.raises(ValueError, match="budget=19 is under the 20 tokens"):
         parse("strided:budget=19")
+
+
+@pytest.mark.smollm2
+def test_a_document_is_digested_once_as_the_page_tells(
+    smollm2: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = smollm2
+    digest, load = code_blocks("docs/documents.md")
+    questions = ["Who brought forth a new nation?", "What shall not perish?"]
+    names: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "report": GETTYSBURG, "questions": questions}
+    exec(digest, names)
+    assert len(set(names["answers"])) == 2
+    saved = names["cache"]
+    exec(load, names)
+    assert names["cache"] is not saved
+    assert torch.equal(names["cache"].positions(3), saved.positions(3))
+
+
+@pytest.mark.smollm2
+def test_the_readmes_digested_document(
+    smollm2: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = smollm2
+    (code,) = [block for block in code_blocks("README.md") if "fork()" in block]
+    document = tokenizer(GETTYSBURG, return_tensors="pt").input_ids
+    cache = CompressedCache(model, "snapkv:budget=0.5", dtype="fp8")
+    asked = torch.cat([document, document[:, :9]], dim=1)
+    names: dict[str, Any] = {"model": model, "document": document, "asked": asked, "cache": cache, "torch": torch}
+    exec(f"from kvwinnow import CompressedCache\n{code}", names)
+    assert torch.equal(names["answer"][:, : asked.shape[1]], asked)
