@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from kvwinnow import CompressedCache, parse
 from kvwinnow.policies import POLICIES
 from tests.models import tiny_model
+from tests.prose import GETTYSBURG
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,3 +106,35 @@ def test_the_pipeline_in_two_turns_answers_after_the_context_was_cut(smollm2: tu
     # A quarter of context and question is gone, and nothing of the answer.
     kept, seen = cache.report().tokens_kept, cache.report().tokens_seen
     assert kept == int(ids.shape[1] * 0.75) + seen - ids.shape[1]
+
+
+@pytest.mark.smollm2
+def test_a_document_is_digested_once_as_the_page_tells(
+    smollm2: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = smollm2
+    digest, load = code_blocks("docs/documents.md")
+    questions = ["Who brought forth a new nation?", "What shall not perish?"]
+    names: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "report": GETTYSBURG, "questions": questions}
+    exec(digest, names)
+    assert len(set(names["answers"])) == 2
+    saved = names["cache"]
+    exec(load, names)
+    assert names["cache"] is not saved
+    assert torch.equal(names["cache"].positions(3), saved.positions(3))
+
+
+@pytest.mark.smollm2
+def test_the_readmes_digested_document(
+    smollm2: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = smollm2
+    (code,) = [block for block in code_blocks("README.md") if "fork()" in block]
+    document = tokenizer(GETTYSBURG, return_tensors="pt").input_ids
+    cache = CompressedCache(model, "snapkv:budget=0.5", dtype="fp8")
+    asked = torch.cat([document, document[:, :9]], dim=1)
+    names: dict[str, Any] = {"model": model, "document": document, "asked": asked, "cache": cache, "torch": torch}
+    exec(f"from kvwinnow import CompressedCache\n{code}", names)
+    assert torch.equal(names["answer"][:, : asked.shape[1]], asked)
