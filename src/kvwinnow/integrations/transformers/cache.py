@@ -94,6 +94,7 @@ class CompressedCache(Cache):
         self._interrupted = False
         self._model = weakref.ref(model)
         self._decoder = weakref.ref(model.base_model)
+        self.budgets.follow(self._layer_dtypes(), self.follows)
         attachment.attach(self, model, model.base_model)
 
     def _new_layers(self) -> list[Any]:
