@@ -26,7 +26,12 @@ def padded() -> tuple[Tensor, Tensor]:
 
 def wrapped(model: PreTrainedModel) -> list[str]:
     """Which methods of the objects themselves hide those of their classes."""
-    return [name for module in (model, model.base_model) for name in ("forward", "generate") if name in vars(module)]
+    return [
+        name
+        for module in (model, model.base_model)
+        for name in ("forward", "generate", "generate_batch")
+        if name in vars(module)
+    ]
 
 
 # -- plain calls ------------------------------------------------------------------------------------------------------

@@ -169,8 +169,9 @@ def test_each_layer_is_stored_in_its_own_dtype_and_the_bytes_are_foretold(name: 
     model = tiny_model()
     cast_layer(model, 1, torch.bfloat16)
     cache = CompressedCache(model, EVICTING[name], **dtypes)
+    foretold = cache.budgets.nbytes(24, 2)
     logits(model, tiny_tokens(60, 60)[0], cache)
-    assert cache.budgets.nbytes(24, 2) == cache.nbytes() == storage_bytes(cache)
+    assert foretold == cache.budgets.nbytes(24, 2) == cache.nbytes() == storage_bytes(cache)
     if not dtypes:
         assert [layer.slots.values.parts[0].dtype for layer in cache.layers] == [torch.float32, torch.bfloat16]
         assert cache.report().k_dtype == "fp32, bf16"

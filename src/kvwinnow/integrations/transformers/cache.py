@@ -106,6 +106,7 @@ class CompressedCache(Cache):
         self._model = weakref.ref(model)
         decoder = text_decoder(model)
         self._decoder = weakref.ref(decoder)
+        self.budgets.follow(self._layer_dtypes(), self.follows)
         # A vision-language model prepares its decoder's masks itself, in the call around it.
         self._called = weakref.WeakSet((decoder, model.base_model))
         attachment.attach(self, model, tuple(self._called))
