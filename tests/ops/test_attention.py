@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.codecs import FP32, Codec, Int4, Vectors
 from kvwinnow.ops import Chunk, Slots, Variant, Window, attention
-from kvwinnow.policies import H2O, Phase, Policy, SnapKV
+from kvwinnow.policies import H2O, Phase, Policy, SlidingWindow, SnapKV
 from kvwinnow.statistics import MASS, NONE, WINDOW
 from tests.oracle import masked_attention
 
@@ -175,3 +175,70 @@ def test_decode_repeats_no_key_and_dequantises_by_blocks(codec: Codec) -> None:
     assert out.shape == (1, heads, 1, dim)
     # Nothing as large as the cache in floats times the group, and, if it is coded, no float copy of it at all.
     assert most.elements <= max(kv_heads * 1024 * dim, heads * count, *held)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_no_tensor_of_a_sliding_prompt_is_quadratic(softcap: float | None) -> None:
+    heads, kv_heads, dim, sliding = 4, 2, 16, 256
+
+    def largest(n: int) -> int:
+        cache = LayerCache(SlidingWindow(budget=sliding - 1), FP32(), FP32(), exact=4, budget=sliding - 1)
+        with Largest() as most:
+            for seen in (0, n):
+                q, k, v = torch.randn(1, heads, n, dim), *torch.randn(2, 1, kv_heads, n, dim)
+                positions = torch.arange(seen, seen + n, dtype=torch.int32).unsqueeze(0)
+                step = Step(Phase.PROMPT, positions, (0,), (seen + n,), (None,))
+                cache.attend(q, k, v, step, Variant(0.25, softcap, sliding))
+        return most.elements
+
+    few, many = largest(2048), largest(4096)
+    # A block of queries by the keys in its reach, 512 x (512 + 256), or the queries themselves.
+    assert few <= max(512 * 768 * heads, 2048 * heads * dim * 2)
+    assert many <= 2 * few
+
+
+@pytest.mark.parametrize("codec", [FP32(), Int4()], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("count", "n", "sliding"), [(200, 300, 150), (1500, 140, 1300), (40, 9, 4), (30, 5, 1)])
+def test_a_sliding_chunk_sees_of_the_slots_what_its_window_reaches(
+    count: int, n: int, sliding: int, softcap: float | None, codec: Codec
+) -> None:
+    torch.manual_seed(n)
+    heads, kv_heads = 4, 2
+    q = 2 * torch.randn(2, heads, n, 32)
+    k, v = torch.randn(2, 2, kv_heads, count + n, 32)
+    sinks = torch.randn(heads)
+    held = torch.arange(count, dtype=torch.int32).expand(2, kv_heads, -1)[:, :, torch.randperm(count)].contiguous()
+    held[:, :, ::7] = -1
+    places = torch.arange(count, count + n, dtype=torch.int32).expand(2, -1)
+    slots = store(k[:, :, :count], v[:, :, :count], held, codec)
+    if codec.quantises:  # attend to what is stored
+        for x, vectors in ((k, slots.keys), (v, slots.values)):
+            stored = vectors.restore(vectors.read(0, count))
+            x[:, :, :count] = stored if vectors.mean is None else stored + vectors.mean.unsqueeze(2)
+    chunk = Chunk(k[:, :, count:], v[:, :, count:], places, (0, 0))
+    keys = torch.cat([held, places.unsqueeze(1).expand(-1, kv_heads, -1)], 2).unsqueeze(2)
+    query = places[:, None, :, None]
+    visible = (keys >= 0) & (keys <= query) & (keys > query - sliding)
+    rows = [masked_attention(*row, 0.2, softcap, sinks) for row in zip(q, k, v, visible, strict=True)]
+    variant = Variant(0.2, softcap, sliding, sinks)
+    out, observed = attention(q, slots, chunk, variant=variant, statistics=MASS)
+    torch.testing.assert_close(out.double(), torch.stack([out for out, _ in rows]), atol=2e-5, rtol=0)
+    assert observed is not None
+    weights = torch.stack([weight for _, weight in rows]).unflatten(1, (kv_heads, -1)).mean(2).sum(2)
+    sums = torch.cat([observed.slots, observed.chunk], 2)
+    torch.testing.assert_close(sums.double(), weights, atol=2e-5, rtol=1e-4)
+
+
+def test_softmax_sinks_take_weight_and_give_no_value() -> None:
+    q, (k, v) = torch.randn(1, 4, 1, 8), torch.randn(2, 1, 2, 6, 8)
+    positions = torch.arange(6, dtype=torch.int32).expand(1, 2, -1)
+    slots = store(k, v, positions, FP32())
+    plain, weights = attention(q, slots, variant=Variant(0.3), statistics=MASS)
+    for level, share in ((-100.0, 1.0), (100.0, 0.0)):
+        sinks = torch.full((4,), level, dtype=torch.bfloat16)
+        out, observed = attention(q, slots, variant=Variant(0.3, sinks=sinks), statistics=MASS)
+        torch.testing.assert_close(out, share * plain)
+        assert observed is not None
+        assert weights is not None
+        torch.testing.assert_close(observed.slots, share * weights.slots)

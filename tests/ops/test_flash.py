@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvwinnow.ops.flash import _blockwise, flash, merge
+from kvwinnow.ops.flash import SLIDING_BLOCK, _blockwise, flash, merge, sliding_flash
 from tests.oracle import masked_attention
 
 Pass = Callable[[Tensor, Tensor, Tensor, float, bool, Tensor | None], tuple[Tensor, Tensor]]
@@ -136,3 +136,38 @@ def test_merging_survives_logits_of_any_size() -> None:
     other = flash(100 * q, k[:, :, 10:], v[:, :, 10:], scale=1.0)
     visible = torch.ones(1, 2, 4, 20, dtype=torch.bool)
     compare(merge(one, other), expected(100 * q, k, v, 1.0, visible), atol=1e-3)
+
+
+# -- variants ---------------------------------------------------------------------------------------------------------
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of soft-capped attention in float64; visible (n, m)."""
+    group = q.shape[1] // k.shape[1]
+    logits = 0.25 * (q.double() @ k.repeat_interleave(group, 1).double().mT)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~visible, -math.inf)
+    return logits.softmax(-1) @ v.repeat_interleave(group, 1).double(), logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sliding", [1, 2, 100, SLIDING_BLOCK - 1, SLIDING_BLOCK, SLIDING_BLOCK + 1, 5000])
+@pytest.mark.parametrize("n", [1, 7, SLIDING_BLOCK, 2 * SLIDING_BLOCK + 130])
+def test_sliding_attention(n: int, sliding: int, softcap: float | None) -> None:
+    q, k, v = tensors(2, 4, 2, n, n)
+    ahead = torch.arange(n).unsqueeze(1) - torch.arange(n)
+    compare(
+        sliding_flash(q, k, v, scale=0.25, sliding=sliding, softcap=softcap),
+        by_definition(q, k, v, (ahead >= 0) & (ahead < sliding), softcap),
+    )
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_soft_capping_comes_after_the_shift_and_before_the_mask(causal: bool, shifted: bool) -> None:
+    q, k, v = tensors(2, 4, 2, 150, 150)
+    mean = torch.randn(1, 2, 1, 16)
+    shift = (q.unflatten(1, (2, 2)) @ mean.unsqueeze(2).mT).flatten(1, 2) if shifted else None
+    visible = torch.ones(150, 150, dtype=torch.bool)
+    actual = flash(q, k - mean if shifted else k, v, scale=0.25, causal=causal, softcap=2.0, shift=shift)
+    compare(actual, by_definition(q, k, v, visible.tril() if causal else visible, 2.0))
