@@ -13,14 +13,17 @@ from torch import Tensor
 
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.codecs import parse_codec
+from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase, parse
 from tests.running import FULL_WIDTH
+from tests.streams import plain_rope
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 calls = st.one_of(
     st.tuples(st.just("tokens"), st.sampled_from([1, 1, 1, 2, 9, 30])),
     st.tuples(st.just("rows"), st.lists(st.integers(0, 99), min_size=1, max_size=5)),
+    st.tuples(st.just("fork"), st.just(0)),
 )
 
 
@@ -35,7 +38,7 @@ def feed(cache: LayerCache, qkv: list[Tensor], seen: list[int], budgets: list[in
     positions = torch.tensor(seen, dtype=torch.int32).unsqueeze(1) + torch.arange(n, dtype=torch.int32)
     phase = Phase.DECODE if n == 1 and seen[0] else Phase.PROMPT
     step = Step(phase, positions, (0,) * len(seen), tuple(old + n for old in seen), tuple(budgets))
-    return cache.attend(*qkv, step, DIM**-0.5)
+    return cache.attend(*qkv, step, Variant(DIM**-0.5))
 
 
 def held(cache: LayerCache, row: int) -> list[list[int]]:
@@ -43,7 +46,7 @@ def held(cache: LayerCache, row: int) -> list[list[int]]:
     return [sorted(head[head >= 0].tolist()) for head in cache.slots.positions[row]]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int4"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp4"])
 @pytest.mark.parametrize("name", FULL_WIDTH)
 @settings(max_examples=6)
 @given(stream=st.lists(calls, min_size=1, max_size=8), first=st.sampled_from([20, 30, 45]))
@@ -52,7 +55,7 @@ def test_rows_of_a_stream_are_caches_of_their_own(name: str, dtype: str, stream:
     budget = policy.limit if isinstance(policy.limit, int) else None
 
     def new_cache() -> LayerCache:
-        return LayerCache(policy, parse_codec(dtype), parse_codec(dtype), exact=4)
+        return LayerCache(policy, parse_codec(dtype), parse_codec(dtype), exact=4, rope=plain_rope(DIM))
 
     together, alone, seen = new_cache(), [new_cache() for _ in range(3)], 0
     for seed, (what, value) in enumerate([("tokens", first), *stream]):
@@ -60,6 +63,9 @@ def test_rows_of_a_stream_are_caches_of_their_own(name: str, dtype: str, stream:
             rows = [row % len(alone) for row in value]
             together.select_rows(rows)
             alone = [copy.deepcopy(alone[row]) for row in rows]
+            continue
+        if what == "fork":
+            together = together.fork()
             continue
         qkv = new_tokens(len(alone), value, seed)
         out = feed(together, qkv, [seen] * len(alone), [budget] * len(alone))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvwinnow import CompressedCache, KvwinnowError
 from tests.models import KINDS, tiny_model, tiny_tokens
-from tests.running import CACHE, EVICTING, FULL_WIDTH, counts, held, logits, text, with_budget
+from tests.running import CACHE, EVICTING, FULL_WIDTH, ROLLING, counts, held, logits, text, with_budget
 
 BEAMS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
@@ -74,7 +74,7 @@ def test_fault_19_each_evicted_beam_is_scored_as_if_it_were_alone(name: str, dty
     ids, mask = tiny_tokens(30, 45)
     cache = CompressedCache(model, EVICTING[name], dtype=dtype)
     out = beams(model, ids, mask, cache, num_beams=3, num_return_sequences=3, length_penalty=0.0)
-    assert max(counts(cache)) <= (24 + (9 if name.startswith("snapkv") else 4))
+    assert max(counts(cache)) <= (24 + (4 if name in ROLLING else 9))
     for index, (sequence, score) in enumerate(zip(out.sequences, out.sequences_scores, strict=True)):
         row = ids[index // 3][mask[index // 3].bool()]
         expected, _ = alone(model, EVICTING[name], row, sequence[ids.shape[1] :], dtype=dtype)

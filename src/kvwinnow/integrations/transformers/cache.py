@@ -9,12 +9,12 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvwinnow.cache import LayerCache, Step
 from kvwinnow.cache.memory import LayerShape
@@ -25,19 +25,20 @@ from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
 from kvwinnow.integrations.transformers.dtypes import attention_dtype
 from kvwinnow.integrations.transformers.generation import Generation, plan
+from kvwinnow.integrations.transformers.interface import CacheInterface
 from kvwinnow.integrations.transformers.report import CacheReport
-from kvwinnow.integrations.transformers.rope import find_ropes
+from kvwinnow.integrations.transformers.rope import find_ropes, lone_token
 from kvwinnow.integrations.transformers.structure import inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import refuse_learnt_prompts, unwrap
 from kvwinnow.ops import Rope, Variant
-from kvwinnow.policies import Full, Phase, Policy, SlidingWindow, parse
+from kvwinnow.policies import Phase, Policy, SlidingWindow, parse
 from kvwinnow.statistics import Kind
 
 EXACT_SLOTS = 4
 """Slots that codecs which quantise leave unquantised, at least: StreamingLLM's four sinks (arXiv 2309.17453)."""
 
 
-class CompressedCache(Cache):
+class CompressedCache(CacheInterface):
     """A KV cache for one transformers model that evicts tokens by a policy and stores the others in a codec.
 
     Give it to ``generate`` or to a forward call as ``past_key_values`` (``cache`` from transformers 5.24 on). It
@@ -91,7 +92,7 @@ class CompressedCache(Cache):
         ropes: list[Rope | None] = [None] * self.structure.layers
         if self.policy.statistics(Phase.PROMPT).kind is Kind.QUERIES:
             trained, decoder = self.structure.trained_length, text_decoder(model)
-            ropes = find_ropes(decoder, len(ropes), trained, _lone_token(model, decoder), self.policy.name)
+            ropes = find_ropes(decoder, len(ropes), trained, lone_token(model, decoder), self.policy.name)
         super().__init__(layers=self._new_layers(ropes))
         shape = LayerShape(self.structure.heads, self.structure.kv_heads, self.structure.dim, self.exact, model.dtype)
         self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.sliding)
@@ -446,116 +447,8 @@ class CompressedCache(Cache):
     def _layers(self) -> list[LayerCache]:
         return self.layers  # type: ignore[return-value]
 
-    # -- transformers' Cache interface -------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return self.structure.layers
-
     def __repr__(self) -> str:
         return f"CompressedCache({self.report()})"
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included: what transformers slices inputs and counts positions by."""
-        return self._seen.columns
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._seen.columns
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.structure.direct and attachment.running() is self:
-            return 1, 0  # the mask that such a model builds is not looked at, so let it be small
-        return self._seen.columns + query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._seen.tokens) or -1
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.batch_size
-
-    @property
-    def max_cache_len(self) -> int:
-        return -1
-
-    @property
-    def is_initialized(self) -> bool:
-        return self._seen.columns > 0
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * self.structure.layers
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False] * self.structure.layers
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * self.structure.layers
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row r go on with what row ``beam_idx[r]`` holds; called by beam search after every step.
-
-        Inside ``generate`` the rows change places when the next token comes.
-
-        Args:
-            beam_idx: (rows,) whole numbers.
-
-        Raises:
-            CacheStateError: they are not rows of this cache, or a prompt is being fed.
-        """
-        self._reorder("reorder_cache", beam_idx.tolist())
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch, in this order; as ``reorder_cache``, or (rows,) bool.
-
-        Raises:
-            CacheStateError: they are not rows of this cache, or a prompt is being fed.
-        """
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._reorder("batch_select_indices", rows.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make ``repeats`` rows of each, side by side.
-
-        Raises:
-            CacheStateError: ``repeats`` is no positive number, or a prompt is being fed.
-        """
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise CacheStateError(f"batch_repeat_interleave(repeats={repeats!r}) must be a whole number, 1 or more")
-        rows = range(len(self._seen.tokens))
-        self._reorder("batch_repeat_interleave", [row for row in rows for _ in range(repeats)])
-
-    def _reorder(self, method: str, rows: Any) -> None:
-        batch = len(self._seen.tokens)
-        if self._declared is not None:
-            raise CacheStateError(f"{method} inside `with cache.prompt(...)` mixes rows half fed; call it after it")
-        if not batch:
-            return
-        if not isinstance(rows, list) or not rows or any(type(row) is not int or not 0 <= row < batch for row in rows):
-            raise CacheStateError(
-                f"{method} was given the rows {rows}, and this cache holds rows 0 to {batch - 1}; give one or more of "
-                "them, one-dimensional"
-            )
-        if self._generation is None:
-            self._select_rows(rows)
-        else:
-            self._next_rows = tuple(rows if self._next_rows is None else (self._next_rows[row] for row in rows))
 
     def _select_rows(self, rows: Sequence[int]) -> None:
         if list(rows) == list(range(len(self._seen.tokens))):
@@ -566,43 +459,3 @@ class CompressedCache(Cache):
                 layer.select_rows(rows)
         self.budgets.select(rows)
         self._seen, self._interrupted = self._seen.select(rows), False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        _refuse("taking tokens back (crop)")
-
-    def activate_past_recording(self) -> None:
-        _refuse("assisted generation")
-
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        _refuse("offloading")
-
-    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        _refuse("offloading")
-
-    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        _refuse("early initialization")
-
-
-def _lone_token(model: PreTrainedModel, decoder: nn.Module) -> Callable[[int], list[Tensor]]:
-    """A position to each layer's queries (1, Hq, 1, D) of one and the same token, alone there."""
-
-    def queries_at(position: int) -> list[Tensor]:
-        probe, queries = CompressedCache(model, Full()), dict[int, Tensor]()
-        for index, layer in enumerate(probe._layers()):
-
-            def attend(q: Tensor, *rest: Any, index: int = index, original: Any = layer.attend) -> Tensor:
-                queries[index] = q
-                return original(q, *rest)  # type: ignore[no-any-return]
-
-            setattr(layer, "attend", attend)  # noqa: B010 - a method of this one object
-        ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            decoder(input_ids=ids, position_ids=ids * position, past_key_values=probe)
-        return [queries[index] for index in range(len(queries))]
-
-    return queries_at
-
-
-def _refuse(what: str) -> NoReturn:
-    raise CacheStateError(f"CompressedCache does not support {what}; use greedy search, sampling or beam search")

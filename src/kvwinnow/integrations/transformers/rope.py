@@ -8,14 +8,17 @@ it gives the same query at every position.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvwinnow.errors import UnsupportedModelError
 from kvwinnow.ops import Rope
+from kvwinnow.policies import Full
 
 PROBES = (0, 1, 5, 117)
 """Positions at which a lone token's queries are compared; as many of them as the model was trained to."""
@@ -64,6 +67,29 @@ def find_ropes(
             )
         found.append(rope)
     return found
+
+
+def lone_token(model: PreTrainedModel, decoder: nn.Module) -> Callable[[int], list[Tensor]]:
+    """A position to each layer's queries (1, Hq, 1, D) of one and the same token, alone there."""
+
+    from kvwinnow.integrations.transformers.cache import CompressedCache
+
+    def queries_at(position: int) -> list[Tensor]:
+        probe, queries = CompressedCache(model, Full()), dict[int, Tensor]()
+        for index, layer in enumerate(probe._layers()):
+
+            def attend(q: Tensor, *rest: Any, index: int = index, original: Any = layer.attend) -> Tensor:
+                queries[index] = q
+                return original(q, *rest)  # type: ignore[no-any-return]
+
+            setattr(layer, "attend", attend)  # noqa: B010 - a method of this one object
+        ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            decoder(input_ids=ids, position_ids=ids * position, past_key_values=probe)
+        return [queries[index] for index in range(len(queries))]
+
+    return queries_at
 
 
 def _explains(rope: Rope | None, queries: Tensor, positions: Tensor) -> bool:
