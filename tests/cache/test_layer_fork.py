@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvwinnow.cache import LayerCache
+from kvwinnow.cache.memory import LayerShape, layer_nbytes
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops.reference import SLOT_BLOCK
 from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
@@ -52,6 +53,15 @@ def content(cache: LayerCache) -> dict[str, Tensor]:
     return found
 
 
+def foretold(cache: LayerCache, stream: Stream) -> int:
+    """Bytes that the memory arithmetic gives for as many slots, shared or not."""
+    assert cache.slots is not None
+    shape = LayerShape(stream.heads, stream.kv_heads, stream.dim, exact=4, dtype=torch.float32)
+    codecs, slots = (cache.k_codec, cache.v_codec), cache.slots.positions.shape[2]
+    queries = 0 if cache.window is None else cache.window.shape[2]
+    return layer_nbytes(cache.policy, codecs, shape, batch=stream.rows, slots=slots, queries=queries)
+
+
 def same(one: LayerCache, other: LayerCache) -> None:
     assert one.kept == other.kept
     a, b = content(one), content(other)
@@ -91,7 +101,7 @@ def follow(method: Method, stream: Stream, codecs: tuple[str, str], forks: list[
             line = line.fork()
             same(line, plain)
             tally["forks"] += 1
-        assert line.nbytes() == sum(storages(line).values())
+        assert line.nbytes() == sum(storages(line).values()) == foretold(line, stream)
         tally["shared"] += line.shared_nbytes() > 0
 
 
