@@ -222,3 +222,20 @@ def test_rows_without_a_token_so_far_freeze_their_mean_apart() -> None:
     attend(document, louder, stream)
     torch.testing.assert_close(attend(fork, two, stream), attend(twin, two, stream), atol=1e-5, rtol=1e-5)
     same(fork, twin)
+
+
+@pytest.mark.parametrize("evict_every", [1, 60])
+@pytest.mark.parametrize("name", ["slidingwindow", "h2o"])
+def test_a_fork_holds_its_tokens_while_the_document_goes(name: str, evict_every: int) -> None:
+    """Also where the slots it has by then are more than the tokens at hand would ask for."""
+    method = Method(name, {"evict_every": evict_every})
+    turn = Turn((70, 50), (70,), (20, 20), 150)
+    stream = Stream(kv_heads=2, group=2, dim=8, turns=(turn,), seed=3)
+    document = new_cache(method, stream, ("fp32", "fp32"))
+    first, *later = stream.calls()
+    attend(document, first, stream)
+    fork, twin = document.fork(), copy.deepcopy(document)
+    for call in later:
+        torch.testing.assert_close(attend(fork, call, stream), attend(twin, call, stream), atol=1e-5, rtol=1e-5)
+        same(fork, twin)
+    assert (fork.shared_nbytes() == 0) == (name == "slidingwindow")

@@ -120,6 +120,8 @@ class LayerCache:
             view = LayerView(Phase.DECODE, slots.positions, self.mass, step.last)
             slots.positions.masked_fill_(~self.policy.select(view, lengths, keep), -1)
             self.kept = [min(kept, most) for kept, most in zip(self.kept, keep, strict=True)]
+        if max(step.seen) % GROWTH == 0:  # to look waits for the device, so not at every step
+            self._let_go_of_empty_segments()
         return out
 
     # -- eviction ----------------------------------------------------------------------------------
@@ -240,12 +242,14 @@ class LayerCache:
         if self._own_tokens() + more > count:
             self._let_go_of_empty_segments()
             first, stop = self._shared()
-            self._resize(stop - first + self._slots_for(self._own_tokens(), step))
+            target = stop - first + self._slots_for(self._own_tokens(), step)
+            if target > slots.positions.shape[2]:  # else what was let go makes room enough
+                self._resize(target)
 
     def _own_tokens(self) -> int:
         """The most tokens that a KV head may hold outside the shared slots."""
         first, stop = self._shared()
-        return max(self.kept) if first == stop else self.written
+        return max(self.kept) if first == stop else min(self.written, max(self.kept))
 
     def _let_go_of_empty_segments(self) -> None:
         """Give back shared segments of which no KV head holds a token any more."""
