@@ -163,6 +163,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=6000, help="length of the document")
     parser.add_argument("--new", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which caches")
     parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what to measure time by")
     machine.add_json_option(parser)
@@ -179,7 +180,7 @@ def main() -> int:
     with torch.inference_mode():
         model(texts.tokens(tokenizer, texts.help_text(), 256))  # the first pass of a process is slower
     document = texts.tokens(tokenizer, texts.help_text(), given.tokens)
-    runs = {name: measure(name, model, tokenizer, document, given) for name in CASES}
+    runs = {name: measure(name, model, tokenizer, document, given) for name in given.cases}
     notes = [
         f"{given.clock} time; {len(QUESTIONS)} questions, {given.new} tokens decoded for each",
         "x forks: (prefill + from forks) / (prefill + 10 answers); x load: with a file between, over the same",

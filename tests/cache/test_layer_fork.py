@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvwinnow.cache import LayerCache
+from kvwinnow.cache.memory import LayerShape, layer_nbytes
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops.reference import SLOT_BLOCK
 from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
@@ -49,6 +50,15 @@ def content(cache: LayerCache) -> dict[str, Tensor]:
     for kind, tensor in cache.running.items():
         found[kind.name] = tensor.gather(2, order).masked_fill(found["positions"] < 0, 0.0)
     return found
+
+
+def foretold(cache: LayerCache, stream: Stream) -> int:
+    """Bytes that the memory arithmetic gives for as many slots, shared or not."""
+    assert cache.slots is not None
+    shape = LayerShape(stream.heads, stream.kv_heads, stream.dim, exact=4, dtype=torch.float32)
+    codecs, slots = (cache.k_codec, cache.v_codec), cache.slots.positions.shape[2]
+    queries = 0 if cache.window is None else cache.window.shape[2]
+    return layer_nbytes(cache.policy, codecs, shape, batch=stream.rows, slots=slots, queries=queries)
 
 
 def same(one: LayerCache, other: LayerCache) -> None:
@@ -90,7 +100,7 @@ def follow(method: Method, stream: Stream, codecs: tuple[str, str], forks: list[
             line = line.fork()
             same(line, plain)
             tally["forks"] += 1
-        assert line.nbytes() == sum(storages(line).values())
+        assert line.nbytes() == sum(storages(line).values()) == foretold(line, stream)
         tally["shared"] += line.shared_nbytes() > 0
 
 
@@ -211,3 +221,20 @@ def test_rows_without_a_token_so_far_freeze_their_mean_apart() -> None:
     attend(document, louder, stream)
     torch.testing.assert_close(attend(fork, two, stream), attend(twin, two, stream), atol=1e-5, rtol=1e-5)
     same(fork, twin)
+
+
+@pytest.mark.parametrize("evict_every", [1, 60])
+@pytest.mark.parametrize("name", ["slidingwindow", "h2o"])
+def test_a_fork_holds_its_tokens_while_the_document_goes(name: str, evict_every: int) -> None:
+    """Also where the slots it has by then are more than the tokens at hand would ask for."""
+    method = Method(name, {"evict_every": evict_every})
+    turn = Turn((70, 50), (70,), (20, 20), 150)
+    stream = Stream(kv_heads=2, group=2, dim=8, turns=(turn,), seed=3)
+    document = new_cache(method, stream, ("fp32", "fp32"))
+    first, *later = stream.calls()
+    attend(document, first, stream)
+    fork, twin = document.fork(), copy.deepcopy(document)
+    for call in later:
+        torch.testing.assert_close(attend(fork, call, stream), attend(twin, call, stream), atol=1e-5, rtol=1e-5)
+        same(fork, twin)
+    assert (fork.shared_nbytes() == 0) == (name == "slidingwindow")

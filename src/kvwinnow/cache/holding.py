@@ -153,12 +153,14 @@ class Holding:
         if self._own_tokens() + more > count:
             self._let_go_of_empty_segments()
             first, stop = self._shared()
-            self._resize(stop - first + self._slots_for(self._own_tokens()))
+            target = stop - first + self._slots_for(self._own_tokens())
+            if target > slots.positions.shape[2]:  # else what was let go makes room enough
+                self._resize(target)
 
     def _own_tokens(self) -> int:
         """The most tokens that a KV head may hold outside the shared slots."""
         first, stop = self._shared()
-        return max(self.kept) if first == stop else self.written
+        return max(self.kept) if first == stop else min(self.written, max(self.kept))
 
     def _let_go_of_empty_segments(self) -> None:
         """Give back shared segments of which no KV head holds a token any more."""

@@ -114,6 +114,8 @@ class LayerCache(Holding):
             self.kept = [min(kept, most) for kept, most in zip(self.kept, keep, strict=True)]
             if before - max(self.kept) >= GROWTH:  # a prompt that was left whole until now
                 self._shrink()
+        if max(step.seen) % GROWTH == 0:  # to look waits for the device, so not at every step
+            self._let_go_of_empty_segments()
         return out
 
     # -- statistics --------------------------------------------------------------------------------
