@@ -110,7 +110,8 @@ def inspect_model(model: Any) -> Structure:
 def text_decoder(model: PreTrainedModel) -> nn.Module:
     """The module whose layers read and write the cache; of a vision-language model its language model."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
+    # Some models name their language head "decoder".
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def wide(sliding: int | None, trained: int | None) -> int | None:
