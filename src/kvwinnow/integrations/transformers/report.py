@@ -14,9 +14,11 @@ class CacheReport:
         k_dtype: the key codec's text form.
         v_dtype: the value codec's text form.
         tokens_seen: tokens given to the cache, of the longest row, padding not counted.
-        tokens_kept: tokens each KV head holds, the most over rows and layers.
+        tokens_kept: tokens each KV head holds, the most over rows and layers; where there are others, not of sliding
+            layers.
         nbytes: bytes allocated, everything counted.
-        full_nbytes: bytes of a full bfloat16 cache that holds all tokens seen by all rows, without padding.
+        full_nbytes: bytes of a full bfloat16 cache that holds all tokens seen by all rows, without padding; of sliding
+            layers their windows.
     """
 
     policy: str
