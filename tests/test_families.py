@@ -87,6 +87,16 @@ def test_every_codec_works(kind: str) -> None:
     hook.remove()
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "falcon, new", "phi3, sliding"], ids=shown)
+def test_a_bfloat16_model_is_as_near_to_its_float32_self_as_without_the_cache(kind: str) -> None:
+    model, half = tiny_model(kind, trained=700), tiny_model(kind, trained=700).to(torch.bfloat16)
+    ids, _ = tiny_tokens(600, seed=10)  # more than one block of a sliding prompt
+    with torch.no_grad():
+        exact, plain = model(ids).logits, half(ids).logits.float()
+        ours = half(ids, **{CACHE: CompressedCache(half, "full")}).logits.float()
+    assert (ours - exact).norm() <= 1.2 * (plain - exact).norm()
+
+
 @EVERY
 @pytest.mark.parametrize("dtype", ["fp32", "int4"])
 def test_bytes_are_those_predicted(kind: str, dtype: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvwinnow import CompressedCache
+from kvwinnow import CompressedCache, KvwinnowError
 from tests.models import KINDS, WINDOW, shown, tiny_model, tiny_tokens
 from tests.running import CACHE, FULL_WIDTH, counts, held, logits, text
 
@@ -123,6 +123,25 @@ def test_fault_13_sinks_in_the_softmax_are_honoured() -> None:
 def test_fault_13_a_policy_that_cannot_evict_anything_says_so() -> None:
     with pytest.warns(UserWarning, match="latest 12 tokens only and keep just these, so h2o:budget=24"):
         CompressedCache(tiny_model("mistral, sliding"), "h2o:budget=24,sinks=0,recent=3,evict_every=1")
+
+
+def test_fault_13_the_report_counts_sliding_layers_as_what_they_are() -> None:
+    model = tiny_model("gemma2", layers=4)
+    cache = CompressedCache(model, "snapkv:budget=24,window=8,kernel=3")
+    ids, mask = tiny_tokens(70, 5)
+    logits(model, ids, cache, attention_mask=mask)
+    report = cache.report()
+    assert report.tokens_kept == 24
+    tokens = 2 * (70 + 5) + 2 * (WINDOW - 1 + 5)  # two full layers, two that slide
+    assert report.full_nbytes == tokens * 2 * 2 * 16 * 2  # keys and values, KV heads, dimension, bfloat16
+
+
+def test_fault_13_learned_positions_end_in_a_sentence() -> None:
+    model = tiny_model("gpt2", trained=32)
+    ids, _ = tiny_tokens(28)
+    assert len(text(model, ids, cache=CompressedCache(model, "h2o:budget=8"), tokens=5)[0]) == 5
+    with pytest.raises(KvwinnowError, match="reaches 33 tokens, and this model has learned 32 positions"):
+        text(model, ids, cache=CompressedCache(model, "h2o:budget=8"), tokens=10)
 
 
 # -- 20: other implementations of attention ---------------------------------------------------------------------------

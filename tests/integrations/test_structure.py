@@ -138,12 +138,19 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str, str]] = {
         "transformer.h.0.self_attention",
         "ALiBi",
     ),
+    "GPT-NeoX Japanese": (
+        lambda: t.GPTNeoXJapaneseForCausalLM(
+            t.GPTNeoXJapaneseConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        ),
+        "gpt_neox_japanese.layers.0.attention",
+        "computed in the layer itself",
+    ),
     "GPT-Neo": (
         lambda: t.GPTNeoForCausalLM(
             t.GPTNeoConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
         ),
         "transformer.h.0.attn.attention",
-        "computed in the layer itself",
+        "under another index than its own",
     ),
     "Llama 4": (
         lambda: t.Llama4ForCausalLM(

@@ -209,7 +209,7 @@ class Holding:
         self.running = {kind: tensor.index_select(0, index) for kind, tensor in self.running.items()}
         if self.window is not None:
             self.window = self.window.index_select(0, index)
-            self.observers = [self.observers[row] for row in rows]
+            self.observers, self.lent = [self.observers[row] for row in rows], False
         if self.moments is not None:
             self.moments.select(index)
         self.kept, self.since = [self.kept[row] for row in rows], [self.since[row] for row in rows]

@@ -157,15 +157,22 @@ class CompressedCache(CacheInterface):
     def report(self) -> CacheReport:
         """The cache's contents in figures."""
         per_token = 2 * self.structure.kv_heads * self.structure.dim * torch.bfloat16.itemsize
+        sliding = self.structure.sliding
+        whole = [layer for layer, window in zip(self._layers(), sliding, strict=True) if window is None]
+        held = sum(
+            seen if window is None else min(seen, sliding_budget(window))
+            for seen in self._seen.tokens
+            for window in sliding
+        )
         return CacheReport(
             policy=str(self.policy),
             k_dtype=", ".join(dict.fromkeys(str(layer.k_codec) for layer in self._layers())),
             v_dtype=", ".join(dict.fromkeys(str(layer.v_codec) for layer in self._layers())),
             tokens_seen=max(self._seen.tokens, default=0),
-            tokens_kept=max((kept for layer in self._layers() for kept in layer.kept), default=0),
+            tokens_kept=max((kept for layer in whole or self._layers() for kept in layer.kept), default=0),
             nbytes=self.nbytes(),
             shared_nbytes=sum(layer.shared_nbytes() for layer in self._layers()),
-            full_nbytes=sum(self._seen.tokens) * self.structure.layers * per_token,
+            full_nbytes=held * per_token,
         )
 
     def fork(self) -> CompressedCache:
@@ -287,7 +294,7 @@ class CompressedCache(CacheInterface):
         device = ids.device if ids is not None else given["inputs_embeds"].device
         self._step = Step(phase, new.positions(self._seen, device), new.starts, after.tokens, budgets)
         if decoding:
-            self._warn_beyond_trained_length(max(after.tokens))
+            self._check_beyond_trained_length(max(after.tokens))
         yield
         # Reached only if the model came to its end: an exception leaves the cache marked as interrupted.
         if any(layer.slots is None for layer in self._layers()):
@@ -320,8 +327,13 @@ class CompressedCache(CacheInterface):
             raise KvwinnowError(f"prompt(length={list(lengths)}) gives {len(lengths)} lengths for {new.batch} rows")
         return tuple(old + n for old, n in zip(self._before_prompt.row_tokens(new.batch), lengths, strict=True))
 
-    def _warn_beyond_trained_length(self, tokens: int) -> None:
+    def _check_beyond_trained_length(self, tokens: int) -> None:
         trained = self.structure.trained_length
+        if trained is not None and tokens > trained and self.structure.learned_positions:
+            raise KvwinnowError(
+                f"generation reaches {tokens:,} tokens, and this model has learned {trained:,} positions and no more; "
+                "ask for fewer new tokens, or shorten the prompt"
+            )
         if trained is not None and tokens == trained + 1:
             warnings.warn(
                 f"generation goes beyond the {trained:,} tokens the model was trained to; expect its text to decay",

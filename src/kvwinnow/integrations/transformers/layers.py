@@ -23,6 +23,7 @@ from kvwinnow.errors import UnsupportedModelError
 
 _CACHES = re.compile(r"(?:cache|past)\w*\.update\(")
 _RECURRENT = re.compile(r"(?:conv|ssm|recurrent|rnn)_states?\b|_linear_attn\b")
+_OWN_INDEX = re.compile(r"\.update\([^,]+,[^,]+,\s*self\.layer_idx\s*[,)]")
 _CACHES_MORE = re.compile(r"(?:cache|past)\w*\.update_\w+\(")
 _DIRECT = "scaled_dot_product_attention("
 _CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
@@ -104,6 +105,8 @@ def _check_kind(name: str, module: nn.Module, decoder: nn.Module) -> None:
         refuse(name, module, "attention that shares the keys and values of another layer")
     if _CACHES_MORE.search(source):
         refuse(name, module, "attention that caches more than keys and values")
+    if _CACHES.search(source) and not _OWN_INDEX.search(source):
+        refuse(name, module, "attention that caches under another index than its own")
     if getattr(config, "alibi", "alibi" in source):
         refuse(name, module, "attention with a bias by distance (ALiBi), which eviction would need to follow")
     if "position_bias" in source:
@@ -169,8 +172,14 @@ def _check_blocks(decoder: nn.Module, caching: list[str], names: dict[int, str])
 
 def _number(of: Any, *attributes: str) -> int | None:
     """The first of these attributes that is a number."""
-    values = (getattr(of, attribute, None) for attribute in attributes)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+    for attribute in attributes:
+        try:
+            value = getattr(of, attribute, None)
+        except RuntimeError:  # a configuration whose layers differ refuses to tell a number for all
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
 
 
 def _source(module: nn.Module) -> str:

@@ -14,11 +14,13 @@ class CacheReport:
         k_dtype: the key codec's text form.
         v_dtype: the value codec's text form.
         tokens_seen: tokens given to the cache, of the longest row, padding not counted.
-        tokens_kept: tokens each KV head holds, the most over rows and layers.
+        tokens_kept: tokens each KV head holds, the most over rows and layers; where there are others, not of sliding
+            layers.
         nbytes: bytes allocated, everything counted.
         shared_nbytes: of these, bytes that this cache's forks, or the cache it is a fork of, refer to as well. Caches
             that share a document hold it once: count these bytes once.
-        full_nbytes: bytes of a full bfloat16 cache that holds all tokens seen by all rows, without padding.
+        full_nbytes: bytes of a full bfloat16 cache that holds all tokens seen by all rows, without padding; of sliding
+            layers their windows.
     """
 
     policy: str

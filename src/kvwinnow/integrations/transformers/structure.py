@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Structure:
         sliding: for each layer, how many of the latest tokens a token sees, itself included; None: all.
         names: for each layer, where its attention lies in the model.
         direct: whether the layers call torch's ``scaled_dot_product_attention`` themselves.
+        learned_positions: whether positions are embeddings, of which there are as many as the trained length.
     """
 
     layers: int
@@ -39,6 +41,7 @@ class Structure:
     sliding: tuple[int | None, ...]
     names: tuple[str, ...]
     direct: bool
+    learned_positions: bool
 
 
 def trained_length(config: Any) -> int | None:
@@ -104,13 +107,17 @@ def inspect_model(model: Any) -> Structure:
         sliding=tuple(wide(layer.sliding, trained) for layer in layers),
         names=tuple(layer.name for layer in layers),
         direct=first.direct,
+        learned_positions=any(
+            isinstance(module, nn.Embedding) and re.search(r"wpe|pos", name) for name, module in decoder.named_modules()
+        ),
     )
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
     """The module whose layers read and write the cache; of a vision-language model its language model."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
+    # Some models name their language head "decoder".
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def wide(sliding: int | None, trained: int | None) -> int | None:
