@@ -34,7 +34,12 @@ def ropes(model: Any) -> list[Rope | None]:
     return [layer.rope for layer in CompressedCache(model, POLICY)._layers()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# GPT-2 adds positions to the tokens, and a softmax sink takes less the more tokens there are: their tokens differ.
+RELATIVE = [kind for kind in KINDS if not kind.startswith(("gpt2", "gpt_oss"))]
+
+
+@pytest.mark.filterwarnings("ignore:all layers of this model see the latest:UserWarning")
+@pytest.mark.parametrize("kind", RELATIVE)
 def test_queries_of_one_and_the_same_token_are_the_same_once_unrotated(kind: str) -> None:
     """Among its likes a token attends to nothing but its likes, so that all layers see one vector at all positions."""
     model = tiny_model(kind)
@@ -42,6 +47,9 @@ def test_queries_of_one_and_the_same_token_are_the_same_once_unrotated(kind: str
     logits(model, torch.full((1, 90), 7), cache)
     for layer in cache._layers():
         moments = layer.moments
+        if layer.budget is not None:  # a sliding layer, which has its own policy
+            assert moments is None
+            continue
         assert moments is not None
         assert moments.counts == [86]  # the four sinks' do not count
         spread = moments.products.diagonal(dim1=-2, dim2=-1).sum(-1) / 86

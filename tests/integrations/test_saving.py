@@ -166,7 +166,7 @@ def test_a_loaded_cache_refuses_another_prompt(tmp_path: Path) -> None:
     model, ids, cache = digested()
     cache.save(tmp_path / "x")
     loaded = CompressedCache.load(tmp_path / "x", model)
-    with pytest.raises(CacheStateError, match="do not begin with"):
+    with pytest.raises(CacheStateError, match="begins with none of"):
         text(model, tiny_tokens(80, seed=5)[0], cache=loaded)
     loaded.reset()
     assert text(model, ids, cache=loaded) == text(
@@ -209,9 +209,9 @@ def test_digests_do_not_depend_on_chunks(lengths: list[int]) -> None:
     changed = ids.clone()
     changed[1, 0] += 1
     assert Seen().after(NewTokens(ids.shape[1], (0, 0)), changed, decoding=False).digests != whole.digests
-    whole.check_continues(torch.cat([ids, ids[:, :1]], 1))
+    assert whole.rows_that_go_on(torch.cat([ids, ids[:, :1]], 1), 1) == (0, 1)
     with pytest.raises(CacheStateError):
-        whole.check_continues(torch.cat([changed, ids[:, :1]], 1))
+        whole.rows_that_go_on(torch.cat([changed, ids[:, :1]], 1), 1)
 
 
 # -- states that are not saved ----------------------------------------------------------------------------------------
