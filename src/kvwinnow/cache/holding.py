@@ -13,7 +13,7 @@ from kvwinnow import ops
 from kvwinnow.cache.memory import GROWTH, least_slots, slots_for
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.cache.step import Step
-from kvwinnow.codecs import Codec, Vectors
+from kvwinnow.codecs import Codec, Vectors, moved
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies import Phase, Policy
 from kvwinnow.statistics import Kind
@@ -195,8 +195,8 @@ class Holding:
             order = torch.cat([first, order], dim=2)
         slots.keys.resize(count, order)
         slots.values.resize(count, order)
-        slots.positions = _moved(slots.positions, count, order, -1)
-        self.running = {kind: _moved(tensor, count, order, 0.0) for kind, tensor in self.running.items()}
+        slots.positions = moved(slots.positions, count, order, -1)
+        self.running = {kind: moved(tensor, count, order, 0.0) for kind, tensor in self.running.items()}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let row r of the batch hold everything that row ``rows[r]`` held; rows may repeat or be left out."""
@@ -322,11 +322,3 @@ class Holding:
 
 def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat([tensor[:, :, :start], tensor[:, :, stop:]], dim=2)
-
-
-def _moved(tensor: Tensor, count: int, order: Tensor | None, fill: float) -> Tensor:
-    kept = tensor if order is None else tensor.gather(2, order)
-    new = tensor.new_full((*tensor.shape[:2], count), fill)
-    size = min(kept.shape[2], count)
-    new[:, :, :size] = kept[:, :, :size]
-    return new

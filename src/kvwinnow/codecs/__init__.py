@@ -8,7 +8,7 @@ from kvwinnow.codecs.int8 import Int8
 from kvwinnow.codecs.plain import BF16, FP16, FP32
 from kvwinnow.codecs.registry import CODECS, parse_codec
 from kvwinnow.codecs.rotation import rotate
-from kvwinnow.codecs.vectors import Vectors, vectors_nbytes
+from kvwinnow.codecs.vectors import Vectors, moved, vectors_nbytes
 
 __all__ = [
     "BF16",
@@ -22,6 +22,7 @@ __all__ = [
     "Int8",
     "Part",
     "Vectors",
+    "moved",
     "parse_codec",
     "rotate",
     "vectors_nbytes",

@@ -249,18 +249,8 @@ class Vectors:
             order: (B, Hkv, k) int64, which slots come first, [0, tail) being themselves; None: all stay in place.
         """
         edge = self.tail
-
-        def moved(part: Tensor) -> Tensor:
-            kept = part
-            if order is not None:
-                index = (order[:, :, edge:] - edge).unsqueeze(-1).expand(-1, -1, -1, part.shape[-1])
-                kept = part.gather(2, index)
-            new = part.new_zeros(*part.shape[:2], slots - edge, part.shape[-1])
-            count = min(kept.shape[2], slots - edge)
-            new[:, :, :count] = kept[:, :, :count]
-            return new
-
-        self.parts = tuple(moved(part) for part in self.parts)
+        order = None if order is None else order[:, :, edge:] - edge
+        self.parts = tuple(moved(part, slots - edge, order) for part in self.parts)
 
     def row(self, index: int) -> Vectors:
         """One row of the batch, as views of the same memory."""
@@ -302,6 +292,20 @@ class Vectors:
     def drop(self, segment: int) -> None:
         """Let go a shared segment whose slots are all empty; later slots move up by its length."""
         self.shared = (*self.shared[:segment], *self.shared[segment + 1 :])
+
+
+def moved(tensor: Tensor, slots: int, order: Tensor | None, fill: float = 0) -> Tensor:
+    """A copy of (B, Hkv, S, ...) with another number of slots: those of ``order`` (B, Hkv, k) first, then ``fill``.
+
+    Without an order all stay in place; what does not fit is left out.
+    """
+    kept = tensor
+    if order is not None:
+        kept = tensor.gather(2, order if tensor.ndim == 3 else order.unsqueeze(-1).expand(-1, -1, -1, tensor.shape[3]))
+    new = tensor.new_full((*tensor.shape[:2], slots, *tensor.shape[3:]), fill)
+    count = min(kept.shape[2], slots)
+    new[:, :, :count] = kept[:, :, :count]
+    return new
 
 
 def _replace(target: Tensor, slot: Tensor, new: Tensor, where: Tensor | None) -> None:
