@@ -120,6 +120,30 @@ def test_memory_is_the_document_once_and_what_each_fork_wrote(policy: str, dtype
     assert f"{forks[0].report().shared_nbytes:,} of them shared" in str(forks[0].report())
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int4", "fp4"])
+@pytest.mark.parametrize("policy", ["h2o:budget=24", "snapkv:budget=24,window=8", "pyramidkv:budget=24,window=8"])
+def test_a_fork_whose_rows_are_chosen_shares_nothing_any_more(policy: str, dtype: str) -> None:
+    model, ids, cache = digested(policy, dtype)
+    twin, fork = copy.deepcopy(cache), cache.fork()
+    answers = [text(model, asked(ids, 1), cache=made, num_beams=3, tokens=20) for made in (fork, twin)]
+    assert answers[0] == answers[1]
+    assert fork.report().shared_nbytes == 0
+    assert fork.nbytes() == twin.nbytes() == storage_bytes(fork)
+
+
+def test_a_fork_asks_nothing_of_the_model_and_repeats_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    model, _, cache = digested("expectedattention:budget=24,future=16")
+    calls: list[Any] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *given: calls.append(given))
+    cache.fork(), copy.deepcopy(cache)
+    assert not calls
+    with pytest.warns(UserWarning, match="nothing to evict"):
+        sliding = CompressedCache(tiny_model("mistral, sliding"), "h2o:budget=24")
+    recwarn.clear()
+    sliding.fork()
+    assert not recwarn.list
+
+
 def test_forks_live_on_without_their_donor() -> None:
     model, ids, cache = digested("h2o:budget=24", "int4")
     expected = text(model, asked(ids, 1), cache=copy.deepcopy(cache))

@@ -202,6 +202,7 @@ class Holding:
         """Let row r of the batch hold everything that row ``rows[r]`` held; rows may repeat or be left out."""
         if self.slots is None:
             return
+        first, stop = self._shared()
         index = torch.tensor(rows, dtype=torch.int64, device=self.slots.positions.device)
         self.slots.keys.select(index)
         self.slots.values.select(index)
@@ -214,6 +215,9 @@ class Holding:
             self.moments.select(index)
         self.kept, self.since = [self.kept[row] for row in rows], [self.since[row] for row in rows]
         self.prompted = [self.prompted[row] for row in rows] if self.prompted else []
+        self.budgets = [self.budgets[row] for row in rows] if self.budgets else []
+        if first < stop and self.budgets:  # what was shared is this layer's own now, empty slots too
+            self._shrink()
 
     def fork(self) -> Self:
         """Another layer with the same content, which shares all slots but the unquantised ones.
@@ -255,7 +259,7 @@ class Holding:
         """Forget everything and give the memory back."""
         self.slots = self.window = self.moments = None
         self.running = {}
-        self.kept, self.budgets, self.prompted, self.since = [], [], [], []
+        self.kept, self.budgets, self.prompted, self.since, self.observers = [], [], [], [], []
         self.written = 0
 
     def shared_nbytes(self) -> int:

@@ -78,6 +78,7 @@ class LayerCache(Holding):
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:
         self.window = self.moments = None  # the prompt is over
+        self.observers = []
         self._divide(step)
         # A row to which this step brings nothing (start 1) needs a free slot too, which is written to and stays empty.
         self._resize_for(more=1)

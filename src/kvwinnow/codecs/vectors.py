@@ -260,17 +260,15 @@ class Vectors:
         return Vectors(self.codec, self.exact[only], parts, mean, scale, self.frozen[only], tuple(shared))
 
     def select(self, rows: Tensor) -> None:
-        """Let row r hold what row ``rows[r]`` held; codes are copied, never quantised again.
+        """Let row r hold what row ``rows[r]`` held; codes are copied, never quantised again, and shared no longer.
 
         Args:
             rows: (N,) int64 on this storage's device.
         """
-
-        def chosen(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(tensor.index_select(0, rows) for tensor in tensors)
-
-        (self.exact,), self.parts = chosen((self.exact,)), chosen(self.parts)
-        self.shared = tuple(map(chosen, self.shared))
+        places = [[part.index_select(0, rows) for part in place] for place in (*self.shared, self.parts)]
+        pieces = zip(*places, strict=True)
+        self.parts = tuple(torch.cat(same, dim=2) if self.shared else same[0] for same in pieces)
+        self.exact, self.shared = self.exact.index_select(0, rows), ()
         self.mean = None if self.mean is None else self.mean.index_select(0, rows)
         self.scale = None if self.scale is None else self.scale.index_select(0, rows)
         self.frozen = [self.frozen[row] for row in rows.tolist()]

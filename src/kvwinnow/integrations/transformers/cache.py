@@ -28,7 +28,7 @@ from kvwinnow.integrations.transformers.generation import Generation, plan
 from kvwinnow.integrations.transformers.interface import CacheInterface
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.rope import find_ropes, lone_token
-from kvwinnow.integrations.transformers.structure import inspect_model, text_decoder
+from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import refuse_learnt_prompts, unwrap
 from kvwinnow.ops import Rope, Variant
 from kvwinnow.policies import Phase, Policy, SlidingWindow, parse
@@ -75,27 +75,47 @@ class CompressedCache(CacheInterface):
                 "give dtype alone, or k_dtype and v_dtype"
             )
         model = unwrap(model)
-        self.structure = inspect_model(model)
-        self.policy = parse(policy) if isinstance(policy, str) else policy
-        if not isinstance(self.policy, Policy):
+        structure = inspect_model(model)
+        policy = parse(policy) if isinstance(policy, str) else policy
+        if not isinstance(policy, Policy):
             raise PolicyError(
                 f"policy={policy!r} is a {type(policy).__name__}; give a Policy such as SnapKV(budget=1024) or its text"
             )
-        self.follows = (dtype is None and k_dtype is None, dtype is None and v_dtype is None)
+        follows = (dtype is None and k_dtype is None, dtype is None and v_dtype is None)
         own = model.dtype if dtype is None else dtype
-        self.k_codec = parse_codec(own if k_dtype is None else k_dtype)
-        self.v_codec = parse_codec(own if v_dtype is None else v_dtype)
-        for codec in (self.k_codec, self.v_codec):
-            codec.layout(self.structure.dim)
-        sinks, _ = self.policy.protected(1)
+        codecs = (parse_codec(own if k_dtype is None else k_dtype), parse_codec(own if v_dtype is None else v_dtype))
+        for codec in codecs:
+            codec.layout(structure.dim)
+        ropes: list[Rope | None] = [None] * structure.layers
+        if policy.statistics(Phase.PROMPT).kind is Kind.QUERIES:
+            decoder = text_decoder(model)
+            ropes = find_ropes(decoder, len(ropes), structure.trained_length, lone_token(model, decoder), policy.name)
+        self._set_up(model, structure, policy, codecs, follows, ropes)
+        windows = {window for window in structure.sliding if window is not None}
+        if policy.limit is not None and None not in structure.sliding:
+            warnings.warn(
+                f"all layers of this model see the latest {max(windows):,} tokens only and keep just these, so "
+                f"{policy} has nothing to evict",
+                stacklevel=2,
+            )
+
+    def _set_up(
+        self,
+        model: PreTrainedModel,
+        structure: Structure,
+        policy: Policy,
+        codecs: tuple[Codec, Codec],
+        follows: tuple[bool, bool],
+        ropes: list[Rope | None],
+    ) -> None:
+        """Become an empty cache, of parts that are known to fit."""
+        self.structure, self.policy, self.follows = structure, policy, follows
+        self.k_codec, self.v_codec = codecs
+        sinks, _ = policy.protected(1)
         self.exact = max(EXACT_SLOTS, sinks)
-        ropes: list[Rope | None] = [None] * self.structure.layers
-        if self.policy.statistics(Phase.PROMPT).kind is Kind.QUERIES:
-            trained, decoder = self.structure.trained_length, text_decoder(model)
-            ropes = find_ropes(decoder, len(ropes), trained, lone_token(model, decoder), self.policy.name)
         super().__init__(layers=self._new_layers(ropes))
-        shape = LayerShape(self.structure.heads, self.structure.kv_heads, self.structure.dim, self.exact, model.dtype)
-        self.budgets = Budgets(self.policy, (self.k_codec, self.v_codec), shape, self.structure.sliding)
+        shape = LayerShape(structure.heads, structure.kv_heads, structure.dim, self.exact, model.dtype)
+        self.budgets = Budgets(policy, codecs, shape, structure.sliding)
         self._seen = Seen()
         self._step: Step | None = None
         self._declared: tuple[int, ...] | None = None
@@ -107,17 +127,10 @@ class CompressedCache(CacheInterface):
         self._model = weakref.ref(model)
         decoder = text_decoder(model)
         self._decoder = weakref.ref(decoder)
-        self.budgets.follow(self._layer_dtypes(), self.follows)
+        self.budgets.follow(self._layer_dtypes(), follows)
         # A vision-language model prepares its decoder's masks itself, in the call around it.
         self._called = weakref.WeakSet((decoder, model.base_model))
         attachment.attach(self, model, tuple(self._called))
-        windows = {window for window in self.structure.sliding if window is not None}
-        if self.policy.limit is not None and None not in self.structure.sliding:
-            warnings.warn(
-                f"all layers of this model see the latest {max(windows):,} tokens only and keep just these, so "
-                f"{self.policy} has nothing to evict",
-                stacklevel=2,
-            )
 
     def _new_layers(self, ropes: list[Rope | None]) -> list[Any]:
         codecs, layers = (self.k_codec, self.v_codec), list[Any]()
@@ -219,7 +232,9 @@ class CompressedCache(CacheInterface):
             DocumentError: the file is none of ``save``, is damaged, or belongs to another model.
             UnsupportedModelError: the model's structure is not served.
         """
-        return saving.load(path, model, device)
+        # As in fork().
+        with torch.inference_mode(False), torch.no_grad():
+            return saving.load(path, model, device)
 
     def reset(self) -> None:
         """Forget everything and give the memory back; the next prompt is as if it were the first.
@@ -431,8 +446,10 @@ class CompressedCache(CacheInterface):
         model = self._model()
         if model is None:
             raise CacheStateError("the model of this cache is gone, so the cache cannot be copied")
-        twin = CompressedCache(model, self.policy, k_dtype=self.k_codec, v_dtype=self.v_codec)
-        twin.follows = self.follows
+        # What was found out about the model holds for the twin too, and a warning was given once.
+        codecs, ropes = (self.k_codec, self.v_codec), [layer.rope for layer in self._layers()]
+        twin = CompressedCache.__new__(CompressedCache)
+        twin._set_up(model, self.structure, self.policy, codecs, self.follows, ropes)
         twin.budgets = copy.deepcopy(self.budgets)
         twin._seen, twin._interrupted = self._seen, self._interrupted
         return twin
