@@ -139,6 +139,51 @@ def test_a_fork_saves_as_one_flat_file(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(model, token, loaded), logits(model, token, fork), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "policy", ["snapkv:budget=24,window=8,kernel=3", "tova:budget=24", "expectedattention:budget=24"]
+)
+def test_chosen_rows_save_and_load(policy: str, tmp_path: Path) -> None:
+    model, ids, cache = digested(policy)
+    text(model, asked(ids), cache=cache, num_beams=3)
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.save(tmp_path / "x")
+    same(cache, CompressedCache.load(tmp_path / "x", model))
+
+
+def test_a_cache_loaded_in_inference_mode_goes_on_outside_it(tmp_path: Path) -> None:
+    model, ids, cache = digested("snapkv:budget=24,window=8,kernel=3")
+    cache.save(tmp_path / "x")
+    with torch.inference_mode():
+        loaded = CompressedCache.load(tmp_path / "x", model)
+    assert text(model, asked(ids), cache=loaded) == text(model, asked(ids), cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [{}, {"k_dtype": "bf16"}, {"v_dtype": "fp4"}, {"k_dtype": "bf16", "v_dtype": "int4"}, {"dtype": "int8"}],
+    ids=str,
+)
+def test_what_autocast_made_saves_and_loads(dtypes: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    model, ids = tiny_model(kind), tiny_tokens(70)[0]
+    cache = CompressedCache(model, "snapkv:budget=24,window=8,kernel=3", **dtypes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits(model, ids, cache)
+    cache.save(tmp_path / "x")
+    loaded = CompressedCache.load(tmp_path / "x", model)
+    same(cache, loaded)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logits(model, ids[:, :5], loaded), logits(model, ids[:, :5], cache))
+
+
+def test_a_model_in_64_bits_saves_and_loads(tmp_path: Path) -> None:
+    model = tiny_model().double()
+    cache = CompressedCache(model, "snapkv:budget=24,window=8,kernel=3", dtype="int8")
+    logits(model, tiny_tokens(70)[0], cache)
+    cache.save(tmp_path / "x")
+    same(cache, CompressedCache.load(tmp_path / "x", model))
+
+
 def test_a_cache_fed_with_embeddings_saves_without_digests(tmp_path: Path) -> None:
     model = tiny_model()
     cache = CompressedCache(model, "full")

@@ -32,6 +32,7 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
+    torch.float64: "F64",
 }
 
 Spec = tuple[str, tuple[int, ...]]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Raised whenever a file means something else than before."""
+_MADE_IN = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 MOST = 2**31 - 1
 """Rows, tokens and slots are counted in 32 bits."""
 
@@ -174,14 +175,17 @@ def _prepare(file: TensorFile, cache: CompressedCache, index: int, dtype: torch.
     shape = file.specs.get(f"{index}.positions", ("", ()))[1]
     if len(shape) != 3 or not 0 < shape[2] <= MOST:
         raise file.damaged(f"the positions of layer {index}")
-    cache._follow(layer, (dtype, dtype))
+    k_dtype, v_dtype = (_made_in(file, f"{index}.{side}.exact", dtype) for side in ("keys", "values"))
+    cache._follow(layer, (k_dtype, v_dtype))
+    # Unquantised slots beside others are in the dtype of the keys; a side that follows is in its own.
+    dtype = k_dtype if cache.follows[0] or layer.k_codec.quantises or not layer.v_codec.quantises else v_dtype
     layer.allocate((rows, structure.kv_heads, shape[2], structure.dim), dtype, torch.device("meta"))
     wanted: dict[str, Spec] = {f"{index}.{name}": spec_of(tensor) for name, tensor in layer.flat().items()}
     window, own = f"{index}.window", cache.policy.statistics(Phase.PROMPT)
     if window in file.specs and own.kind is Kind.WINDOW:
         width = file.specs[window][1][2:3]
         sizes = (rows, structure.heads, min(*width, own.window) if width else 0, structure.dim)
-        wanted[window] = spec_of(torch.empty(sizes, dtype=dtype, device="meta"))
+        wanted[window] = spec_of(torch.empty(sizes, dtype=_made_in(file, window, dtype), device="meta"))
     for name in ("mean", "products") if f"{index}.moments.mean" in file.specs and own.kind is Kind.QUERIES else ():
         shape = (rows, structure.heads, *([structure.dim] * (1 if name == "mean" else 2)))
         wanted[f"{index}.moments.{name}"] = spec_of(torch.empty(shape, dtype=torch.float32, device="meta"))
@@ -189,6 +193,11 @@ def _prepare(file: TensorFile, cache: CompressedCache, index: int, dtype: torch.
         if file.specs.get(name) != spec:
             raise file.damaged(f"its tensor {name!r} is {file.specs.get(name)} and must be {spec}")
     return list(wanted)
+
+
+def _made_in(file: TensorFile, name: str, default: torch.dtype) -> torch.dtype:
+    """The dtype that the model made a tensor in, which need not be that of its weights: autocast chooses another."""
+    return _MADE_IN.get(file.specs.get(name, ("", ()))[0], default)
 
 
 def _counts(file: TensorFile, told: Any, tensors: dict[str, Tensor], seen: Seen) -> dict[str, list[int]]:
