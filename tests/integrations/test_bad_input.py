@@ -353,6 +353,8 @@ USED: dict[str, tuple[Call, tuple[str, ...]]] = {
         lambda model, cache: cache.batch_select_indices(torch.tensor([False])),
         ("[]", "one or more"),
     ),
+    "rows that are no numbers": (lambda model, cache: cache.batch_select_indices(["a"]), ("rows 0 to",)),
+    "no rows to reorder by": (lambda model, cache: cache.reorder_cache(None), ("rows None",)),
     "rows of two dimensions": (lambda model, cache: cache.reorder_cache(torch.tensor([[0]])), ("one-dimensional",)),
     "rows repeated no times": (lambda model, cache: cache.batch_repeat_interleave(0), ("repeats=0", "1 or more")),
 }

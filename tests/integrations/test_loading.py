@@ -125,6 +125,15 @@ def test_a_hooked_model_is_as_it_was_once_its_caches_are_gone(first: str, gone: 
     assert say(EVICTING["h2o"], model) == say(EVICTING["h2o"])
 
 
+@pytest.mark.parametrize("hook", HOOKS)
+def test_rotations_are_found_wherever_the_weights_are(hook: Any, tmp_path: Path) -> None:
+    model, ids = tiny_model(), tiny_tokens(60)[0]
+    expected = text(model, ids, cache=CompressedCache(model, "expectedattention:budget=24"))
+    hook(model, tmp_path)
+    cache = CompressedCache(model, "expectedattention:budget=24")
+    assert text(model, ids, cache=cache) == expected
+
+
 def test_a_deep_copy_of_a_hooked_model_has_caches_of_its_own(tmp_path: Path) -> None:
     model, expected = tiny_model(), say(EVICTING["h2o"])
     hook_everything(model, tmp_path)

@@ -20,7 +20,8 @@ from kvwinnow import CompressedCache, KvwinnowError
 from kvwinnow.cache.tensor_file import write
 from kvwinnow.errors import DocumentError
 from tests.integrations.test_saving import digested, same
-from tests.models import tiny_model
+from tests.models import tiny_model, tiny_tokens
+from tests.running import logits
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +227,19 @@ def test_an_adapter_makes_another_model(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(whole)
     model = tiny_model()
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=2), model)
+    assert "other weights" in complaint(tmp_path / "x", model)
+
+
+def test_an_adapter_that_is_off_or_weighs_otherwise_makes_another_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(), adapter).eval()
+    cache = CompressedCache(model, "full")
+    logits(model, tiny_tokens(40)[0], cache)
+    cache.save(tmp_path / "x")
+    with model.disable_adapter():
+        assert "other weights" in complaint(tmp_path / "x", model)
+    model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] *= 2
     assert "other weights" in complaint(tmp_path / "x", model)
 
 

@@ -160,8 +160,8 @@ class CompressedCache(CacheInterface):
         Raises:
             CacheStateError: the model has no such layer.
         """
-        if not -self.structure.layers <= layer < self.structure.layers:
-            raise CacheStateError(f"layer {layer} is none of the model's layers 0 to {self.structure.layers - 1}")
+        if not isinstance(layer, int) or not -self.structure.layers <= layer < self.structure.layers:
+            raise CacheStateError(f"layer {layer!r} is none of the model's layers 0 to {self.structure.layers - 1}")
         slots = self._layers()[layer].slots
         if slots is None:
             return torch.empty(0, self.structure.kv_heads, 0, dtype=torch.int32)

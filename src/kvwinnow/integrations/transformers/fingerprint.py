@@ -68,6 +68,12 @@ def _weights(model: PreTrainedModel) -> str:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             _add(hashed, name, parameter.detach())
+    for name, module in model.named_modules():
+        if isinstance(
+            getattr(module, "disable_adapters", None), bool
+        ):  # PEFT's layers: which adapters count, and how much, is no weight
+            told = (module.disable_adapters, list(module.active_adapters), getattr(module, "scaling", None))
+            hashed.update(f"{name} {told};".encode())
     return hashed.hexdigest()
 
 

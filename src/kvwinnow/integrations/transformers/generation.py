@@ -97,8 +97,8 @@ def plan(seen: Seen, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
     size = config.prefill_chunk_size
     if size is None:
         return Generation(rows, None, seen)
-    if size < 1:
-        raise KvwinnowError(f"prefill_chunk_size={size} must be 1 token or more, or left out")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise KvwinnowError(f"prefill_chunk_size={size!r} must be a whole number, 1 token or more, or left out")
     if seen.columns and Version(transformers.__version__) < Version(CHUNKS_GO_ON):
         raise CacheStateError(
             f"this cache holds {seen.columns} tokens, and generate(prefill_chunk_size={size}) of transformers "

@@ -96,7 +96,7 @@ class CacheInterface(Cache):
         Raises:
             CacheStateError: they are not rows of this cache, or a prompt is being fed.
         """
-        self._reorder("reorder_cache", beam_idx.tolist())
+        self._reorder("reorder_cache", _listed(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch, in this order; as ``reorder_cache``, or (rows,) bool.
@@ -104,8 +104,8 @@ class CacheInterface(Cache):
         Raises:
             CacheStateError: they are not rows of this cache, or a prompt is being fed.
         """
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._reorder("batch_select_indices", rows.tolist())
+        chosen = isinstance(indices, Tensor) and indices.dtype == torch.bool
+        self._reorder("batch_select_indices", _listed(indices.nonzero().flatten() if chosen else indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make ``repeats`` rows of each, side by side.
@@ -148,6 +148,10 @@ class CacheInterface(Cache):
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         _refuse("early initialization")
+
+
+def _listed(rows: Any) -> Any:
+    return rows.tolist() if isinstance(rows, Tensor) else rows
 
 
 def _refuse(what: str) -> NoReturn:

@@ -83,7 +83,9 @@ def lone_token(model: PreTrainedModel, decoder: nn.Module) -> Callable[[int], li
                 return original(q, *rest)  # type: ignore[no-any-return]
 
             setattr(layer, "attend", attend)  # noqa: B010 - a method of this one object
-        ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        # Where the weights are not, as those on disk, accelerate's hooks take inputs from anywhere.
+        place = "cpu" if model.device.type == "meta" else model.device
+        ids = torch.ones(1, 1, dtype=torch.int64, device=place)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             decoder(input_ids=ids, position_ids=ids * position, past_key_values=probe)
