@@ -5,6 +5,7 @@ Each family runs its real forward on a tiny random model. docs/models.md is made
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from kvwinnow import CompressedCache, KvwinnowError
 from tests.models import IMAGE, KINDS, PLAIN, shown, tiny_model, tiny_tokens
-from tests.running import CACHE, counts, held, text
+from tests.running import CACHE, counts, held, logits, text
 from tests.test_oracle_models import check_against_masks, extended, greedy
 
 pytestmark = [
@@ -144,6 +145,28 @@ def test_a_prompt_with_an_image_is_cut_to_its_budget() -> None:
     one = {name: value if name == "pixel_values" else value[:1] for name, value in row[0].items()}
     text(model, ids[:1], cache=alone, **one)
     assert held(cache, 1, 0) == held(alone, 1, 0)
+
+
+def test_an_image_keeps_its_positions_whatever_the_model_reads_in_between(tmp_path: Path) -> None:
+    model = tiny_model("qwen2_5_vl")
+    ids, given = pictured()
+    cache = CompressedCache(model, "full")
+    text(model, ids, cache=cache, tokens=1, **given)
+    asked = torch.cat([ids, ids[:, :5]], 1)
+    expected = text(tiny_model("qwen2_5_vl"), asked, **{**given, "mm_token_type_ids": (asked == IMAGE).long()})
+    text(model, tiny_tokens(30)[0])
+    cache.save(tmp_path / "x")
+    other = tiny_model("qwen2_5_vl")
+    loaded = CompressedCache.load(tmp_path / "x", other)
+    assert text(model, asked, cache=cache.fork()) == text(other, asked, cache=loaded) == expected
+    one = cache.fork()
+    one.batch_select_indices(torch.tensor([1]))
+    text(model, tiny_tokens(30, 30, 30)[0])
+    assert text(model, asked[1:], cache=one) == expected[1:]
+    text(model, tiny_tokens(30)[0])
+    plain = tiny_model("qwen2_5_vl")
+    whole = logits(plain, asked, **{**given, "mm_token_type_ids": (asked == IMAGE).long()})[:, -1]
+    torch.testing.assert_close(logits(model, ids[:, :5], cache)[:, -1], whole, atol=1e-4, rtol=1e-4)
 
 
 # -- RoPE whose frequencies change with the length --------------------------------------------------------------------

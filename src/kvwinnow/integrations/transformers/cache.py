@@ -20,7 +20,7 @@ from kvwinnow.cache import LayerCache, Step
 from kvwinnow.cache.memory import LayerShape
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError, UnsupportedModelError
-from kvwinnow.integrations.transformers import attachment, saving
+from kvwinnow.integrations.transformers import attachment, mrope, saving
 from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
 from kvwinnow.integrations.transformers.dtypes import attention_dtype
@@ -310,10 +310,16 @@ class CompressedCache(CacheInterface):
         self._step = Step(phase, new.positions(self._seen, device), new.starts, after.tokens, budgets)
         if decoding:
             self._check_beyond_trained_length(max(after.tokens))
+        model = self._model()
+        if self._generation is None:
+            mrope.remind(model, self._seen.offsets, device)
+        before = mrope.remembered(model)
         yield
         # Reached only if the model came to its end: an exception leaves the cache marked as interrupted.
         if any(layer.slots is None for layer in self._layers()):
             raise CacheStateError("the model did not pass all its layers through the cache; is use_cache=False set?")
+        if not decoding or mrope.remembered(model) is not before:  # to look waits for the device
+            after = dataclasses.replace(after, offsets=mrope.offsets(model, new.batch))
         self._seen, self._step, self._interrupted = after, None, False
 
     def _layer_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -385,6 +391,8 @@ class CompressedCache(CacheInterface):
         self._generation = plan(self._seen, model, args, kwargs)
         self._next_rows = self._generation.rows
         self._seen = dataclasses.replace(self._seen, ended=True)
+        if self._seen.columns:
+            mrope.remind(model, self._generation.offsets(), model.device)
         try:
             yield
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,12 +58,14 @@ class Seen:
         tokens: for each row, tokens without padding; empty before the first call.
         digests: for each row, a running hash of its token ids, 16 bytes; None once ids were not known (inputs_embeds).
         ended: whether the last prompt is known to be complete, since a token was decoded or ``generate`` called anew.
+        offsets: for each row, how far M-RoPE's positions run from the count of tokens; None: they do not.
     """
 
     columns: int = 0
     tokens: tuple[int, ...] = ()
     digests: tuple[bytes, ...] | None = ()
     ended: bool = False
+    offsets: tuple[int, ...] | None = None
 
     def row_tokens(self, batch: int) -> tuple[int, ...]:
         """``tokens``, with zeros before the first call."""
@@ -80,12 +81,13 @@ class Seen:
             digests = tuple(
                 _hashed(row, earlier) for row, earlier in zip(ids, digests or (b"",) * new.batch, strict=True)
             )
-        return Seen(self.columns + new.columns, tokens, digests, decoding)
+        return Seen(self.columns + new.columns, tokens, digests, decoding, self.offsets)
 
     def select(self, rows: Sequence[int]) -> Seen:
         """The state in which row r is what row ``rows[r]`` was."""
         digests = None if self.digests is None else tuple(self.digests[row] for row in rows)
-        return dataclasses.replace(self, tokens=tuple(self.tokens[row] for row in rows), digests=digests)
+        offsets = None if self.offsets is None else tuple(self.offsets[row] for row in rows)
+        return Seen(self.columns, tuple(self.tokens[row] for row in rows), digests, self.ended, offsets)
 
     def rows_that_go_on(self, ids: Tensor, copies: int) -> tuple[int, ...] | None:
         """Which row each row of a call of ``generate`` goes on with, told by the tokens.

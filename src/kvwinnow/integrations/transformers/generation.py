@@ -29,11 +29,17 @@ class Generation:
         rows: which of the cache's rows each row goes on with; None: as they are.
         end: columns of the prompt where ``generate`` feeds it in chunks; None: in one piece.
         before: what the cache had seen.
+        copies: how many rows ``generate`` makes of each.
     """
 
     rows: tuple[int, ...] | None
     end: int | None
     before: Seen
+    copies: int
+
+    def offsets(self) -> tuple[int, ...] | None:
+        """For each row of the input, how far M-RoPE's positions run from the count of tokens."""
+        return (self.before if self.rows is None else self.before.select(self.rows[:: self.copies])).offsets
 
     def totals(self, seen: Seen, new: NewTokens) -> tuple[int, ...] | None:
         """For each row, tokens once the prompt is complete; None: these columns are no chunk of it.
@@ -96,7 +102,7 @@ def plan(seen: Seen, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
     rows = seen.rows_that_go_on(inputs, copies) if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
     size = config.prefill_chunk_size
     if size is None:
-        return Generation(rows, None, seen)
+        return Generation(rows, None, seen, copies)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise KvwinnowError(f"prefill_chunk_size={size!r} must be a whole number, 1 token or more, or left out")
     if seen.columns and Version(transformers.__version__) < Version(CHUNKS_GO_ON):
@@ -110,7 +116,7 @@ def plan(seen: Seen, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict
             f"prefill_chunk_size={size} cannot cut inputs_embeds; leave it out, or feed the chunks inside "
             "`with cache.prompt(length=n):`"
         )
-    return Generation(rows, inputs.shape[1] if isinstance(inputs, Tensor) else 1, seen)
+    return Generation(rows, inputs.shape[1] if isinstance(inputs, Tensor) else 1, seen, copies)
 
 
 def _refuse_right_padding(row: int) -> NoReturn:

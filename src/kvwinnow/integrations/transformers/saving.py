@@ -49,6 +49,7 @@ def save(cache: CompressedCache, path: StrPath) -> None:
         "tokens": seen.tokens,
         "digests": None if seen.digests is None else [digest.hex() for digest in seen.digests],
         "ended": seen.ended,
+        "offsets": seen.offsets,
     }
     texts = {
         "kvwinnow": __version__,
@@ -162,10 +163,14 @@ def _seen(file: TensorFile) -> Seen:
         pattern = re.compile(rf"[0-9a-f]{{{2 * DIGEST}}}")
         sound = isinstance(digests, list) and len(digests) == rows
         sound = sound and all(isinstance(text, str) and pattern.fullmatch(text) for text in digests)
+    offsets = told.get("offsets")
+    if sound and offsets is not None:
+        sound = isinstance(offsets, list) and len(offsets) == rows
+        sound = sound and all(type(number) is int and abs(number) <= MOST for number in offsets)
     if not sound or type(ended) is not bool:
         raise file.damaged("what it has seen")
     made = None if digests is None else tuple(bytes.fromhex(text) for text in digests)
-    return Seen(columns, tuple(tokens), made, ended)
+    return Seen(columns, tuple(tokens), made, ended, None if offsets is None else tuple(offsets))
 
 
 def _prepare(file: TensorFile, cache: CompressedCache, index: int, dtype: torch.dtype) -> list[str]:
