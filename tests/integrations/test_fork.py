@@ -144,6 +144,20 @@ def test_a_fork_asks_nothing_of_the_model_and_repeats_no_warning(recwarn: pytest
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=24"])
+def test_a_long_line_of_forks_stays_about_as_small_as_a_copy(policy: str) -> None:
+    model, _, fork = digested(policy, "int4")
+    twin = copy.deepcopy(fork)
+    for seed in range(64):
+        fork, new = fork.fork(), tiny_tokens(1, seed=seed)[0]
+        torch.testing.assert_close(logits(model, new, fork), logits(model, new, twin), atol=1e-3, rtol=1e-3)
+    segments = len(fork.layers[0].slots.keys.shared)
+    assert segments <= 8
+    slots = [made.positions(0).shape[2] for made in (fork, twin)]
+    assert slots[0] <= slots[1] + 64 + 32
+    assert fork.nbytes() == storage_bytes(fork)
+
+
 def test_forks_live_on_without_their_donor() -> None:
     model, ids, cache = digested("h2o:budget=24", "int4")
     expected = text(model, asked(ids, 1), cache=copy.deepcopy(cache))

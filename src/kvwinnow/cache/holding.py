@@ -236,6 +236,7 @@ class Holding:
         )
         if self.slots is not None:
             if self.slots.keys.parts[0].shape[2]:  # else all of it is shared already
+                self._trim()
                 self.written = self.slots.keys.exact.shape[2]
             keys, values = self.slots.keys.fork(), self.slots.values.fork()
             twin.slots = ops.Slots(keys, values, self.slots.positions.clone())
@@ -246,6 +247,13 @@ class Holding:
         twin.observers, twin.kept, twin.written = list(self.observers), list(self.kept), self.written
         twin.since, twin.prompted, twin.budgets = list(self.since), list(self.prompted), list(self.budgets)
         return twin
+
+    def _trim(self) -> None:
+        """Give back a fork's last slots, which it never used: once they are shared, nobody may."""
+        first, stop = self._shared()
+        if first < stop:
+            used = (self._held().positions >= 0).flatten(0, 1).any(0).nonzero()
+            self._resize(max(stop, int(used.max()) + 1 if used.numel() else 0))
 
     def _held(self) -> ops.Slots:
         assert self.slots is not None, "attend() allocates before anything else runs"

@@ -279,7 +279,11 @@ class Vectors:
         From now on neither of the two writes to what is shared; both have room for new tokens only once resized.
         """
         if self.parts[0].shape[2]:
-            self.shared = (*self.shared, self.parts)
+            own, shared = self.parts, list(self.shared)
+            # Forks of forks of forks: so that segments stay few, one that is no longer than its successor joins it.
+            while shared and shared[-1][0].shape[2] <= own[0].shape[2]:
+                own = tuple(torch.cat(pair, dim=2) for pair in zip(shared.pop(), own, strict=True))
+            self.shared = (*shared, own)
             self.parts = tuple(part[:, :, :0].clone() for part in self.parts)
         mean, scale = self.mean, self.scale
         if not all(self.frozen):  # one of the two may freeze a row that the other freezes otherwise
