@@ -85,7 +85,7 @@ def test_fault_20_the_attention_set_in_the_model_is_neither_needed_nor_fallen_ba
 
 
 def test_fault_20_a_transformers_too_old_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.15.2")
+    monkeypatch.setattr("kvwinnow.integrations.transformers.structure.transformers.__version__", "5.15.2")
     with pytest.raises(KvwinnowError, match=r"transformers 5\.15\.2 .* needs 5\.16 or newer; run: pip install -U"):
         CompressedCache(tiny_model(), "full")
 
