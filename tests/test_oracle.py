@@ -70,7 +70,7 @@ def test_outputs_and_kept_tokens_are_those_of_the_oracle(name: str, group: int) 
     tally: Counter[str] = Counter()
     search(cases(name, group), lambda case: follow(*case, tally), examples=20 if name in SLOW else 40)
     # The comparison gives way where two scores nearly tie; that must stay an exception.
-    assert tally["near"] <= 0.002 * tally["cuts"], tally
+    assert tally["near"] <= max(1, 0.002 * tally["cuts"]), tally
     assert name == "full" or tally["cuts"] > (50 if name in SLOW else 100), tally
 
 

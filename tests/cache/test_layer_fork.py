@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvwinnow.cache import LayerCache
 from kvwinnow.cache.memory import LayerShape, layer_nbytes
+from kvwinnow.cache.moments import moments_nbytes
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops.reference import SLOT_BLOCK
 from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
@@ -58,7 +59,9 @@ def foretold(cache: LayerCache, stream: Stream) -> int:
     shape = LayerShape(stream.heads, stream.kv_heads, stream.dim, exact=4, dtype=torch.float32)
     codecs, slots = (cache.k_codec, cache.v_codec), cache.slots.positions.shape[2]
     queries = 0 if cache.window is None else cache.window.shape[2]
-    return layer_nbytes(cache.policy, codecs, shape, batch=stream.rows, slots=slots, queries=queries)
+    moments = 0 if cache.moments is None else moments_nbytes(stream.rows, stream.heads, stream.dim)
+    observing = stream.rows * stream.heads * queries * stream.dim * stream.dtype.itemsize
+    return layer_nbytes(cache.policy, codecs, shape, batch=stream.rows, slots=slots) + observing + moments
 
 
 def same(one: LayerCache, other: LayerCache) -> None:

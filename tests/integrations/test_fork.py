@@ -201,7 +201,7 @@ def test_an_empty_cache_is_forked_into_an_empty_one() -> None:
 
 def test_another_prompt_is_refused_by_a_fork_as_by_its_donor() -> None:
     model, _, cache = digested("h2o:budget=24")
-    with pytest.raises(CacheStateError, match="do not begin with"):
+    with pytest.raises(CacheStateError, match="begins with none of"):
         text(model, tiny_tokens(95, seed=9)[0], cache=cache.fork())
 
 

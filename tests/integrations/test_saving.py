@@ -124,8 +124,9 @@ def test_a_share_or_size_goes_on_from_what_was_resolved(policy: str, tmp_path: P
     same(cache, loaded)
 
 
-def test_a_fork_saves_as_one_flat_file(tmp_path: Path) -> None:
-    model, _, cache = digested("h2o:budget=24", k_dtype="fp32", v_dtype="int4")
+@pytest.mark.parametrize(("v_dtype", "steps"), [("fp32", 30), ("int4", 3)])  # in time a value falls to another code
+def test_a_fork_saves_as_one_flat_file(v_dtype: str, steps: int, tmp_path: Path) -> None:
+    model, _, cache = digested("h2o:budget=24", k_dtype="fp32", v_dtype=v_dtype)
     fork = cache.fork()
     logits(model, tiny_tokens(9, seed=1)[0], fork)
     fork = fork.fork()
@@ -134,7 +135,7 @@ def test_a_fork_saves_as_one_flat_file(tmp_path: Path) -> None:
     loaded = CompressedCache.load(tmp_path / "x", model)
     same(fork, loaded)
     assert loaded.report().shared_nbytes == 0
-    for seed in range(30):
+    for seed in range(steps):
         token = tiny_tokens(1, seed=seed)[0]
         torch.testing.assert_close(logits(model, token, loaded), logits(model, token, fork), atol=1e-4, rtol=1e-4)
 
