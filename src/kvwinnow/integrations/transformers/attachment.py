@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 NAME = "kvwinnow"
 CACHE_ARGUMENTS = ("cache", "past_key_values")
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+_NAMED = ("inputs", "generation_config", "assistant_model", "custom_generate")
+"""Arguments that ``generate`` names; the others, a cache among them, are in its ``kwargs``."""
 
 _running: ContextVar[CompressedCache | None] = ContextVar("kvwinnow_running", default=None)
 """The cache whose forward call runs in this thread."""
@@ -168,6 +171,19 @@ def _take(keys: Tensor, values: Tensor) -> HandOver | None:
 def running() -> CompressedCache | None:
     """The cache whose forward call runs in this thread, or None."""
     return _running.get()
+
+
+def generate_with(cache: object) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """The ``generate`` of this thread that was given ``cache``: its model and its arguments; None: there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _GENERATE:
+            given = frame.f_locals
+            arguments = {**given["kwargs"], **{name: given[name] for name in _NAMED if name in given}}
+            if any(arguments.get(name) is cache for name in CACHE_ARGUMENTS):
+                return given["self"], arguments
+        frame = frame.f_back
+    return None
 
 
 # -- wrappers --------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from kvwinnow.integrations.transformers import attachment, mrope, saving
 from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
 from kvwinnow.integrations.transformers.dtypes import attention_dtype
-from kvwinnow.integrations.transformers.generation import Generation, plan
+from kvwinnow.integrations.transformers.generation import Generation
 from kvwinnow.integrations.transformers.interface import CacheInterface
 from kvwinnow.integrations.transformers.report import CacheReport
 from kvwinnow.integrations.transformers.rope import find_ropes, lone_token
 from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
-from kvwinnow.integrations.transformers.unwrap import refuse_learnt_prompts, unwrap
+from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.ops import Rope, Variant
 from kvwinnow.policies import Phase, Policy, SlidingWindow, parse
 from kvwinnow.statistics import Kind
@@ -121,6 +121,7 @@ class CompressedCache(CacheInterface):
         self._declared: tuple[int, ...] | None = None
         self._before_prompt = self._seen
         self._generation: Generation | None = None
+        self._noticed = False
         self._next_rows: tuple[int, ...] | None = None
         self._interrupted = False
         self._forking = threading.Lock()
@@ -292,6 +293,7 @@ class CompressedCache(CacheInterface):
             self._refuse_model(decoder)
         if self._interrupted:
             self._refuse_interrupted()
+        self._notice_generation()
         ids = given.get("input_ids")
         rows = self._next_rows
         seen = self._seen if rows is None else self._seen.select(rows)
@@ -368,37 +370,6 @@ class CompressedCache(CacheInterface):
         assert decoder is not None, "a call of the model's decoder keeps the decoder alive"
         return decoder.config
 
-    def check_dropped(self, decoder: nn.Module, given: dict[str, Any]) -> None:
-        """Refuse a ``generate`` that goes on without the cache it was given, as Phi-3 does where LongRoPE switches."""
-        seen, mask = self._seen.columns, given.get("attention_mask")
-        without = all(given.get(name) is None for name in attachment.CACHE_ARGUMENTS)
-        # Other plain calls within generate, such as those of guidance, have masks of their own.
-        if decoder in self._called and without and seen and isinstance(mask, Tensor) and mask.shape[-1] == seen + 1:
-            raise CacheStateError(
-                f"after {seen:,} tokens this model's generate throws its cache away, since its LongRoPE "
-                "frequencies change here; let generation end before, or begin with a longer prompt"
-            )
-
-    @contextlib.contextmanager
-    def generation(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Around one call of ``generate``: refuse at its start what would fail later, or go wrong in silence."""
-        if model is not self._model():
-            self._refuse_model(model)
-        if self._declared is not None:
-            raise CacheStateError("generate is no part of a prompt; call it after the `with cache.prompt(...)` block")
-        # PEFT's generate lets its own model prepare the inputs of the one it wraps.
-        refuse_learnt_prompts(getattr(model.prepare_inputs_for_generation, "__self__", None))
-        self._generation = plan(self._seen, model, args, kwargs)
-        self._next_rows = self._generation.rows
-        self._seen = dataclasses.replace(self._seen, ended=True)
-        if self._seen.columns:
-            mrope.remind(model, self._generation.offsets(), model.device)
-        try:
-            yield
-        finally:
-            # The last order of beams is never taken up, so that every beam which ended there can be continued.
-            self._generation = self._next_rows = None
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -472,13 +443,6 @@ class CompressedCache(CacheInterface):
         raise CacheStateError(
             "an earlier call with this cache was interrupted midway, so its layers differ in what they hold; "
             "call cache.reset() and give the prompt again"
-        )
-
-    def _refuse_model(self, other: nn.Module) -> NoReturn:
-        own = self._model()
-        raise CacheStateError(
-            f"this CompressedCache was made for another model ({type(own).__name__ if own else 'gone by now'}) and is "
-            f"given to a {type(other).__name__}; make one for each: CompressedCache(model, policy)"
         )
 
     def _layers(self) -> list[LayerCache]:

@@ -122,9 +122,12 @@ def _angles(module: nn.Module, kind: str | None, spread: Callable[[Tensor], Tens
     """The module's cosines and sines, in float32, with one for every element."""
 
     def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
-        given: tuple[Any, ...] = (positions.new_zeros(1, dtype=torch.float32), positions.unsqueeze(0))
+        x, places = positions.new_zeros(1, dtype=torch.float32), positions.unsqueeze(0)
+        kinds = () if kind is None else (kind,)
         try:
-            out = module(*given) if kind is None else module(*given, kind)
+            out = module(x, places, *kinds)
+        except IndexError:  # M-RoPE of older transformers wants time, height and width, which are alike in text
+            out = tuple(part[0] for part in module(x, places.expand(3, 1, -1), *kinds))
         except (TypeError, AttributeError, KeyError) as error:
             raise RuntimeError("the module asks for other arguments") from error
         cos, sin = (out.real, out.imag) if isinstance(out, Tensor) else out
