@@ -200,18 +200,18 @@ FRESH: dict[str, tuple[Call, type[KvwinnowError], tuple[str, ...]]] = {
     "fewer tokens than declared": (
         lambda model, cache: fed(cache, model, 10, 9),
         KvwinnowError,
-        ("length=10", "[9]"),
+        ("length=10", " 9 tokens were fed"),
     ),
     "more tokens than declared": (
         lambda model, cache: fed(cache, model, 10, 12),
         KvwinnowError,
-        ("length=10", "[12]"),
+        ("length=10", " 12 tokens were fed"),
     ),
     "a prompt inside another": (lambda model, cache: nested(cache), CacheStateError, ("(10,)", "`with` block")),
     "declared prompt of which nothing is fed": (
         lambda model, cache: fed_nothing(cache),
         KvwinnowError,
-        ("length=3", "[0]"),
+        ("length=3", " 0 tokens were fed"),
     ),
     "lengths for other rows": (
         lambda model, cache: fed(cache, model, [9, 9], 9, rows=3),

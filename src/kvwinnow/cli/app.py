@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,11 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"kvwinnow {__version__}")
         raise typer.Exit
+
+
+# transformers imports torchao where it is installed, which tells of every library of its own that it cannot load.
+logging.getLogger("torchao").setLevel(logging.ERROR)
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 @app.callback()

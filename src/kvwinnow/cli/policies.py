@@ -30,7 +30,7 @@ def policies() -> None:
     console.print(
         "Written as NAME or NAME:PARAMETER=VALUE,... for example snapkv:budget=512,window=64; a policy within "
         "another is written NAME(PARAMETER=VALUE,...). A budget is a number of "
-        'tokens per KV head (512), a share of the prompt (0.125) or a size of the whole cache ("64MiB").',
+        "tokens per KV head (512), a share of the prompt (0.125) or a size of the whole cache (64MiB).",
         highlight=False,
         markup=False,
     )

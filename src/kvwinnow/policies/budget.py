@@ -34,8 +34,8 @@ def parse_size(text: str) -> int:
     unit = match and {u.lower(): u for u in _UNITS}.get(match[2].lower())
     if not match or not unit:
         raise PolicyError(
-            f"budget={text!r} is not a size in bytes; write a number and one of {', '.join(_UNITS)}, or tokens without "
-            "quotes"
+            f"budget={text!r} is no budget; write tokens (1024), a share of the prompt (0.125) or a size: a number and "
+            f"one of {', '.join(_UNITS)} (64MiB)"
         )
     size = int(Decimal(match[1]) * _UNITS[unit])
     if size < 1:

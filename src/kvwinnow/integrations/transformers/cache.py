@@ -280,8 +280,8 @@ class CompressedCache(CacheInterface):
         fed = tuple(now - old for now, old in rows)
         if fed != self._per_row(lengths, batch):
             raise KvwinnowError(
-                f"prompt(length={length!r}) was declared and {list(fed)} tokens were fed; declare what you feed, since "
-                "shares of the prompt follow from it"
+                f"prompt(length={length!r}) was declared and {', '.join(map(str, fed))} tokens were fed; declare what "
+                "you feed (without the last token if generate is to read it), since shares of the prompt follow from it"
             )
 
     # -- what the attachment calls -----------------------------------------------------------------

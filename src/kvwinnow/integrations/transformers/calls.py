@@ -115,10 +115,12 @@ class Seen:
             )
         if not all(given) or ids.shape[1] < self.columns:
             row = 0 if ids.shape[1] < self.columns else given.index([])
+            held_padding = any(tokens < self.columns for tokens in self.tokens)
+            padded = ", padding included, which stays where it was" if held_padding else ""
             raise CacheStateError(
                 f"row {row} of the input ({ids.shape[1]} tokens) begins with none of the {len(self.digests)} row(s) of "
-                f"{self.columns} tokens that this cache holds; call cache.reset() before another prompt, or give the "
-                "whole conversation to continue it"
+                f"{self.columns} tokens that this cache holds{padded}; call cache.reset() before another prompt, or "
+                "give the whole conversation to continue it"
             )
         wanted = [(row * copies + copy, rows) for row, rows in enumerate(given) for copy in range(copies)]
         # Rows alike may change places, and stay where they are if they can.

@@ -41,6 +41,11 @@ class CacheReport:
         shared = f" ({self.shared_nbytes:,} of them shared with forks)" if self.shared_nbytes else ""
         return (
             f"{self.policy}, keys {self.k_dtype}, values {self.v_dtype}: {self.tokens_kept:,} of {self.tokens_seen:,} "
-            f"tokens per KV head in {self.nbytes:,} bytes{shared}, {self.ratio:.1f} times smaller than a full bf16 "
-            f"cache ({self.full_nbytes:,} bytes)"
+            f"tokens per KV head in {self.nbytes:,} bytes{shared}{self._compared()}"
         )
+
+    def _compared(self) -> str:
+        if not self.nbytes or not self.full_nbytes:
+            return ""
+        times = f"{self.ratio:.1f} times smaller" if self.ratio >= 1 else f"{1 / self.ratio:.1f} times larger"
+        return f", {times} than a full bf16 cache ({self.full_nbytes:,} bytes)"
