@@ -158,6 +158,22 @@ def test_a_long_line_of_forks_stays_about_as_small_as_a_copy(policy: str) -> Non
     assert fork.nbytes() == storage_bytes(fork)
 
 
+@pytest.mark.parametrize("policy", ["h2o:budget=24", "snapkv:budget=24,window=8", "tova:budget=24"])
+def test_a_line_of_forks_that_evict_does_not_carry_the_dead_along(policy: str) -> None:
+    """A slot that is shared cannot be used again, so what is left of a long past is copied once in a while."""
+    model = tiny_model(trained=4096)
+    fork = CompressedCache(model, policy)
+    logits(model, tiny_tokens(90)[0], fork)
+    twin = copy.deepcopy(fork)
+    for seed in range(80):
+        fork = fork.fork()
+        for length in (5, 1, 1, 1):
+            new = tiny_tokens(length, seed=seed)[0]
+            torch.testing.assert_close(logits(model, new, fork), logits(model, new, twin), atol=1e-4, rtol=1e-4)
+    assert fork.positions(0).shape[2] <= 2 * (24 + 4 + 32) + 64
+    assert fork.nbytes() == storage_bytes(fork)
+
+
 def test_forks_live_on_without_their_donor() -> None:
     model, ids, cache = digested("h2o:budget=24", "int4")
     expected = text(model, asked(ids, 1), cache=copy.deepcopy(cache))

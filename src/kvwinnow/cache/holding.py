@@ -235,6 +235,9 @@ class Holding:
             rope=self.rope,
         )
         if self.slots is not None:
+            first, stop = self._shared()
+            if stop - first > 2 * (max(self.kept) + GROWTH):  # most of what is shared has been evicted here
+                self.select_rows(range(len(self.kept)))
             if self.slots.keys.parts[0].shape[2]:  # else all of it is shared already
                 self._trim()
                 self.written = self.slots.keys.exact.shape[2]
