@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,12 +38,20 @@ def test_the_installed_program_is_the_same() -> None:
     assert script.load() is app.main
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_an_interrupt_is_130_without_a_traceback() -> None:
-    code = "import sys; from kvwinnow.cli import main; sys.exit(main())"
-    # A question on stdin that never ends: the program waits in the middle of its work.
+# A test run in the background ignores interrupts, and its children would too.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kvwinnow.cli import main
+print("up", flush=True)
+sys.exit(main())
+"""
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """The program, once it can be interrupted."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", f"print('up', flush=True); {code}", "generate", "--prompt-file", "-", "Why?"],
+        [sys.executable, "-u", "-c", INTERRUPTIBLE, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,12 +59,33 @@ def test_an_interrupt_is_130_without_a_traceback() -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_an_interrupt_is_130_without_a_traceback() -> None:
+    # A question on stdin that never ends: the program waits in the middle of its work.
+    process = started("generate", "--prompt-file", "-", "Why?")
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "kvwinnow: interrupted\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("after", [0.1, 0.7, 1.5])
+def test_an_interrupt_amid_imports_is_neither_swallowed_nor_a_traceback(after: float, tmp_path: Path) -> None:
+    # The model is none, so that the program ends by itself with another code if it goes on.
+    process = started("generate", str(tmp_path), "Why?")
+    assert process.stderr is not None
+    assert process.stderr.readline() == "... loading torch and transformers\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=after)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "kvwinnow: interrupted\n")
 
 
 def test_too_little_memory_is_told_from_other_errors() -> None:

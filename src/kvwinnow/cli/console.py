@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,6 +28,26 @@ def _console(console: Console) -> Console:
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE
     return console
+
+
+@contextmanager
+def importing(show: Callable[[str], None]) -> Iterator[None]:
+    """Around the imports that take seconds: an interrupt waits for their end.
+
+    Libraries that try one another's imports swallow it, or are left half imported.
+    """
+    show("loading torch and transformers")
+    if threading.current_thread() is not threading.main_thread():  # signals are not its affair
+        yield
+        return
+    waiting = []
+    earlier = signal.signal(signal.SIGINT, lambda *_: waiting.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    if waiting:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvwinnow.cli.console import err, out, stages
+from kvwinnow.cli.console import err, importing, out, stages
 
 
 def demo() -> None:
@@ -14,10 +14,10 @@ def demo() -> None:
     than the full bf16 cache; else 1.
     """
     with stages() as show:
-        show("loading torch and transformers")
-        from kvwinnow.evaluation import needle_demo
-        from kvwinnow.evaluation.render import outcomes_table
-        from kvwinnow.integrations.loading import load
+        with importing(show):
+            from kvwinnow.evaluation import needle_demo
+            from kvwinnow.evaluation.render import outcomes_table
+            from kvwinnow.integrations.loading import load
 
         model, tokenizer = load(progress=show)
         task = needle_demo.make_task(tokenizer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvwinnow.cli.console import err, stages
+from kvwinnow.cli.console import err, importing, stages
 from kvwinnow.errors import KvwinnowError
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def generate(
     _check_characters("system message", system or "")
     text = None if prompt_file is None else _read(prompt_file)
     with stages() as show:
-        show("loading torch and transformers")
-        from kvwinnow.codecs import parse_codec
-        from kvwinnow.evaluation.generation import answer, encode
-        from kvwinnow.evaluation.render import answer_table
-        from kvwinnow.integrations.loading import load
-        from kvwinnow.integrations.transformers import CompressedCache
-        from kvwinnow.policies import parse
+        with importing(show):
+            from kvwinnow.codecs import parse_codec
+            from kvwinnow.evaluation.generation import answer, encode
+            from kvwinnow.evaluation.render import answer_table
+            from kvwinnow.integrations.loading import load
+            from kvwinnow.integrations.transformers import CompressedCache
+            from kvwinnow.policies import parse
 
         # Before the model is loaded, which takes time.
         if kv_dtype is not None and (k_dtype is not None or v_dtype is not None):
