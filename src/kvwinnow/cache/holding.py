@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -292,8 +292,6 @@ class Holding:
         if self.moments is not None:
             named["moments.mean"], named["moments.products"] = self.moments.tensors()
         return named
-
-    COUNTS: ClassVar[tuple[str, ...]] = ("kept", "since", "prompted", "observers", "queries")
 
     def counts(self) -> dict[str, list[int]]:
         """For each row, the numbers that go with the tensors of ``flat``; none where there is nothing to count."""

@@ -83,6 +83,21 @@ class Codec:
         return show_spec(self.name, self)
 
 
+class FourBit(Codec):
+    """Base of the codecs of two elements a byte, whose fields ``rotate`` and ``centre`` ask for the transforms."""
+
+    rotate: bool
+    centre: bool
+
+    @property
+    def rotates(self) -> bool:
+        return self.rotate
+
+    @property
+    def centres(self) -> bool:
+        return self.centre
+
+
 def group_of(dim: int, group: int | None, codec: str, *, most: int = 64) -> int:
     """Elements that share a scale: ``group``, or by default the largest divisor of ``dim`` up to ``most``.
 

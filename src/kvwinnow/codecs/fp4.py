@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvwinnow.codecs.base import Codec, Part, check_even, check_flags, check_group, group_of, grouped, pack
+from kvwinnow.codecs.base import FourBit, Part, check_even, check_flags, check_group, group_of, grouped, pack
 from kvwinnow.codecs.fp8 import LARGEST_E4M3, from_e4m3, to_e4m3
 from kvwinnow.errors import CodecError
 
@@ -32,7 +32,7 @@ _SCALE_BIAS = 127
 
 
 @dataclass(frozen=True)
-class FP4(Codec):
+class FP4(FourBit):
     """4-bit floats and a scale per group: 4.5 bits an element in NV style, 4.25 in MX style.
 
     NV style divides all vectors of a KV head by a float32 tensor scale, frozen from the first ones, so that the groups'
@@ -62,14 +62,6 @@ class FP4(Codec):
             raise CodecError(f"fp4: style={self.style!r} is unknown; take {' or '.join(STYLES)}")
         check_group(self.group, self.name)
         check_flags(self.name, rotate=self.rotate, centre=self.centre)
-
-    @property
-    def rotates(self) -> bool:
-        return self.rotate
-
-    @property
-    def centres(self) -> bool:
-        return self.centre
 
     @property
     def scales(self) -> bool:

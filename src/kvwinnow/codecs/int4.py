@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvwinnow.codecs.base import (
     SMALLEST_FP16,
-    Codec,
+    FourBit,
     Part,
     check_even,
     check_flags,
@@ -25,7 +25,7 @@ _LIMIT = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(FourBit):
     """4 bits an element, a float16 scale and zero point per group: 4.5 bits an element at group 64, 5 at group 32.
 
     Byte j of a vector holds element j in its low half and element j + dim / 2 in its high half.
@@ -46,14 +46,6 @@ class Int4(Codec):
     def __post_init__(self) -> None:
         check_group(self.group, self.name)
         check_flags(self.name, rotate=self.rotate, centre=self.centre)
-
-    @property
-    def rotates(self) -> bool:
-        return self.rotate
-
-    @property
-    def centres(self) -> bool:
-        return self.centre
 
     def layout(self, dim: int) -> tuple[Part, ...]:
         check_even(dim, self.name)

@@ -259,6 +259,27 @@ class Rolling(Budgeted):
         return budget + self.evict_every
 
 
+@dataclass(frozen=True)
+class Guarded(Rolling):
+    """A rolling policy that protects as many first and latest tokens as it is told.
+
+    Attributes:
+        budget: sinks, chosen and recent tokens together, see ``Budgeted``.
+        evict_every: see ``Rolling``.
+        sinks: tokens at the start of each row that are never evicted.
+        recent: latest tokens never evicted.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        return self.sinks, self.recent
+
+    def minimum(self) -> int:
+        return max(1, self.sinks + self.recent)
+
+
 def highest(scores: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
     """(B, Hkv, S) bool: the ``keep[b]`` occupied slots of the highest scores; of equal scores the lower position stays.
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvwinnow.policies.base import LayerView, Rolling
+from kvwinnow.policies.base import Guarded, LayerView
 
 
 @dataclass(frozen=True)
-class KeyDiff(Rolling):
+class KeyDiff(Guarded):
     """Keeps the tokens whose keys are least like the mean of all normalised keys that are held (cosine similarity).
 
     No attention weight is looked at; the keys are, at every cut. A quantised key is compared as it is stored.
@@ -27,15 +27,6 @@ class KeyDiff(Rolling):
     name: ClassVar[str] = "keydiff"
     paper: ClassVar[str] = "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364, section 3"
     url: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
-
-    sinks: int = 0
-    recent: int = 0
-
-    def protected(self, budget: int) -> tuple[int, int]:
-        return self.sinks, self.recent
-
-    def minimum(self) -> int:
-        return max(1, self.sinks + self.recent)
 
     def score(self, view: LayerView) -> Tensor:
         keys, held = view.keys(), (view.positions >= 0).unsqueeze(-1)

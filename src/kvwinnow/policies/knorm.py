@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvwinnow.policies.base import LayerView, Phase, Rolling
+from kvwinnow.policies.base import Guarded, LayerView, Phase
 from kvwinnow.statistics import KEY_NORM, Statistics
 
 
 @dataclass(frozen=True)
-class Knorm(Rolling):
+class Knorm(Guarded):
     """Keeps the tokens whose keys have the smallest L2 norm: those tend to receive the most attention.
 
     The norm is taken of the key as the model made it and stored beside it, so that a codec does not change the choice.
@@ -29,17 +29,8 @@ class Knorm(Rolling):
     paper: ClassVar[str] = "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430"
     url: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
 
-    sinks: int = 0
-    recent: int = 0
-
     def statistics(self, phase: Phase) -> Statistics:
         return KEY_NORM
-
-    def protected(self, budget: int) -> tuple[int, int]:
-        return self.sinks, self.recent
-
-    def minimum(self) -> int:
-        return max(1, self.sinks + self.recent)
 
     def score(self, view: LayerView) -> Tensor:
         return -view.measured()

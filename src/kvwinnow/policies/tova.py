@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvwinnow.policies.base import LayerView, Phase, Rolling
+from kvwinnow.policies.base import Guarded, LayerView, Phase
 from kvwinnow.statistics import WINDOW, Statistics
 
 
 @dataclass(frozen=True)
-class TOVA(Rolling):
+class TOVA(Guarded):
     """Keeps the tokens that the latest query attends to most.
 
     In a prompt its last query decides, while decoding the query of the token at hand; mean over the query heads that
@@ -29,17 +29,10 @@ class TOVA(Rolling):
     paper: ClassVar[str] = "Transformers are Multi-State RNNs, arXiv 2401.06104, section 3.2"
     url: ClassVar[str] = "https://arxiv.org/abs/2401.06104"
 
-    sinks: int = 0
     recent: int = 1
 
     def statistics(self, phase: Phase) -> Statistics:
         return WINDOW(1)
-
-    def protected(self, budget: int) -> tuple[int, int]:
-        return self.sinks, self.recent
-
-    def minimum(self) -> int:
-        return max(1, self.sinks + self.recent)
 
     def score(self, view: LayerView) -> Tensor:
         return view.measured()

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from kvwinnow.cache.memory import GROWTH, LayerShape, layer_nbytes, prompt_nbytes, slots_for
-from kvwinnow.codecs import Codec, parse_codec
+from kvwinnow.codecs import Codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
+from kvwinnow.integrations.transformers.dtypes import codecs_in
 from kvwinnow.policies import Phase, Policy, SlidingWindow
 from kvwinnow.policies.budget import parse_size
 
@@ -52,12 +53,10 @@ class Budgets:
             dtypes: of each layer's keys and values.
             own: whether keys, and values, are stored in that dtype.
         """
-        self.layers = []
-        for dtype in dtypes:
-            k_codec, v_codec = (
-                parse_codec(dtype) if follows else codec for codec, follows in zip(self.codecs, own, strict=True)
-            )
-            self.layers.append(((k_codec, v_codec), dataclasses.replace(self.shape, dtype=dtype)))
+        self.layers = [
+            (codecs_in(self.codecs, own, (dtype, dtype)), dataclasses.replace(self.shape, dtype=dtype))
+            for dtype in dtypes
+        ]
 
     def state(self) -> list[int] | None:
         """What was resolved so far, for a file."""

@@ -23,7 +23,7 @@ from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyEr
 from kvwinnow.integrations.transformers import attachment, mrope, saving
 from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
-from kvwinnow.integrations.transformers.dtypes import attention_dtype
+from kvwinnow.integrations.transformers.dtypes import attention_dtype, codecs_in
 from kvwinnow.integrations.transformers.generation import Generation
 from kvwinnow.integrations.transformers.interface import CacheInterface
 from kvwinnow.integrations.transformers.report import CacheReport
@@ -334,9 +334,7 @@ class CompressedCache(CacheInterface):
     def _follow(self, layer: LayerCache, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         """Have an empty layer store what the user left to it in the dtypes that its keys and values come in."""
         if layer.slots is None:
-            chosen = zip((self.k_codec, self.v_codec), self.follows, dtypes, strict=True)
-            codecs = [parse_codec(dtype) if follows else codec for codec, follows, dtype in chosen]
-            layer.k_codec, layer.v_codec = codecs
+            layer.k_codec, layer.v_codec = codecs_in((self.k_codec, self.v_codec), self.follows, dtypes)
 
     def _per_row(self, lengths: tuple[int, ...], batch: int) -> tuple[int, ...]:
         return lengths * batch if len(lengths) == 1 else lengths

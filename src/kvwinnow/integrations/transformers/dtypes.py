@@ -5,6 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kvwinnow.codecs import Codec, parse_codec
+
+
+def codecs_in(
+    codecs: tuple[Codec, Codec], follows: tuple[bool, bool], dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Codec, Codec]:
+    """How a layer stores its keys and values, those that follow the layer in the dtypes it makes them in."""
+    k_codec, v_codec = (
+        parse_codec(dtype) if own else codec for codec, own, dtype in zip(codecs, follows, dtypes, strict=True)
+    )
+    return k_codec, v_codec
+
 
 def attention_dtype(attention: nn.Module, default: torch.dtype) -> torch.dtype:
     """The dtype of a layer's keys and values: the widest of its own weights.

@@ -69,9 +69,8 @@ def _weights(model: PreTrainedModel) -> str:
         for name, parameter in sorted(model.named_parameters()):
             _add(hashed, name, parameter.detach())
     for name, module in model.named_modules():
-        if isinstance(
-            getattr(module, "disable_adapters", None), bool
-        ):  # PEFT's layers: which adapters count, and how much, is no weight
+        # PEFT's layers: which adapters count, and how much, is no weight.
+        if isinstance(getattr(module, "disable_adapters", None), bool):
             told = (module.disable_adapters, list(module.active_adapters), getattr(module, "scaling", None))
             hashed.update(f"{name} {told};".encode())
     return hashed.hexdigest()

@@ -111,7 +111,7 @@ def load(path: StrPath, model: PreTrainedModel, device: str | torch.device | Non
         tensors = file.tensors()
         for index, layer in enumerate(layers):
             own_tensors = {name.partition(".")[2]: tensors.pop(name) for name in sizes[index]}
-            counts = _counts(file, told[index], own_tensors, seen)
+            counts = _counts(file, set(layer.counts()), told[index], own_tensors, seen)
             place = target or _device_of(model.get_submodule(cache.structure.names[index]))
             placed = {name: tensor.to(place) for name, tensor in own_tensors.items()}
             layer.adopt(placed, counts, [tokens > 0 for tokens in seen.tokens])
@@ -205,10 +205,12 @@ def _made_in(file: TensorFile, name: str, default: torch.dtype) -> torch.dtype:
     return _MADE_IN.get(file.specs.get(name, ("", ()))[0], default)
 
 
-def _counts(file: TensorFile, told: Any, tensors: dict[str, Tensor], seen: Seen) -> dict[str, list[int]]:
+def _counts(
+    file: TensorFile, names: set[str], told: Any, tensors: dict[str, Tensor], seen: Seen
+) -> dict[str, list[int]]:
     """What goes with a layer's tensors for each row, checked against them."""
     rows = len(seen.tokens)
-    if not isinstance(told, dict) or set(told) != set(LayerCache.COUNTS):
+    if not isinstance(told, dict) or set(told) != names:
         raise file.damaged("its counts")
     width = tensors["window"].shape[2] if "window" in tensors else MOST
     needed = {"kept", "since", "prompted"} | ({"observers"} if "window" in tensors else set())
