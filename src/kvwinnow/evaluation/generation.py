@@ -108,12 +108,11 @@ def answer(
     Raises:
         KvwinnowError: a token of the prompt is none of the model's.
     """
-    _check_tokens(model, ids)
     text: Any = _Text(tokenizer, on_text)
-    ids = ids.to(model.device)
     start = time.perf_counter()
     times = []
-    for token in _tokens(model, cache, ids, _end_tokens(model, tokenizer), max_new_tokens, prefill_chunk):
+    made = greedy(model, tokenizer, cache, ids, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
+    for token in made:
         times.append(time.perf_counter())
         text.put(torch.tensor([token]))
     text.end()
@@ -136,14 +135,30 @@ def _check_tokens(model: Any, ids: Tensor) -> None:
         )
 
 
-def _tokens(
-    model: PreTrainedModel, cache: CompressedCache, ids: Tensor, ends: set[int], limit: int, chunk: int | None
+def greedy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: CompressedCache,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    prefill_chunk: int | None = None,
 ) -> Iterator[int]:
-    logits = _prefill(model, cache, ids, chunk)
-    for count in range(1, limit + 1):
+    """The tokens of a greedy answer, each as soon as it is known; see ``answer``.
+
+    A token is given out before the cache takes it in, and the last one never is: whoever stops to look at the cache
+    sees it as the forward call that chose the token left it.
+
+    Raises:
+        KvwinnowError: a token of the prompt is none of the model's.
+    """
+    _check_tokens(model, ids)
+    ends, ids = _end_tokens(model, tokenizer), ids.to(model.device)
+    logits = _prefill(model, cache, ids, prefill_chunk)
+    for count in range(1, max_new_tokens + 1):
         token = int(logits.argmax())
         yield token
-        if token in ends or count == limit:
+        if token in ends or count == max_new_tokens:
             return
         logits = _forward(model, cache, torch.tensor([[token]], device=ids.device))
 

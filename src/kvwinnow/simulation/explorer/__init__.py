@@ -1,0 +1,1 @@
+"""What eviction policies did to one prompt, as one page to look at."""
