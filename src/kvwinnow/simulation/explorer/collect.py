@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from kvwinnow.policies import Full, Policy
 from kvwinnow.simulation.explorer.exploration import LONGEST_ANSWER, Exploration, Run
 from kvwinnow.simulation.explorer.pieces import pieces
 from kvwinnow.simulation.explorer.watch import Watch
+from kvwinnow.textform import show_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,6 +82,16 @@ def explore(
     )
 
 
+def label(policy: Policy) -> str:
+    """A policy's text form without the parameters that are left at their defaults, its budget aside."""
+    told = [
+        f"{field.name}={show_value(value)}"
+        for field in dataclasses.fields(policy)
+        if (value := getattr(policy, field.name)) is not None and (field.name == "budget" or value != field.default)
+    ]
+    return f"{policy.name}:{','.join(told)}" if told else policy.name
+
+
 def _run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, new_tokens: int
 ) -> Run:
@@ -95,6 +107,7 @@ def _run(
     text: Any = tokenizer.decode(answer, skip_special_tokens=True)
     return Run(
         policy=str(policy),
+        label=label(policy),
         evicted=watch.evicted(tokens),
         scores=watch.scores(tokens),
         budgets=tuple(layer.budgets[0] for layer in layers),

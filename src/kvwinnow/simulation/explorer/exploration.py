@@ -23,6 +23,7 @@ class Run:
 
     Attributes:
         policy: its text form.
+        label: the same, short: parameters left at their defaults are left out.
         evicted: (L, H, n + K) uint16, the step at which each KV head lost a token: 0 when the prompt ended, k at
             decode step k, ``NEVER`` if it was there at the end.
         scores: (L, H, n + K) float32, the score at a token's eviction, or the last one it got. +inf: it was in the
@@ -36,6 +37,7 @@ class Run:
     """
 
     policy: str
+    label: str
     evicted: NDArray[np.uint16]
     scores: NDArray[np.float32]
     budgets: tuple[int | None, ...]
