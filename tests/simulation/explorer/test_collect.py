@@ -81,7 +81,8 @@ def test_looking_on_changes_nothing() -> None:
         answer.append(token)
         bytes_alone.append(alone.nbytes())
     run = explored(model, "h2o:budget=24").runs[-1]
-    assert run.answer == tuple(f" t{token}" for token in answer)
+    assert "".join(run.answer) == " ".join(f"t{token}" for token in answer)
+    assert len(run.answer) == NEW
     assert run.nbytes.tolist() == bytes_alone
     assert run.text == " ".join(f"t{token}" for token in answer)
 

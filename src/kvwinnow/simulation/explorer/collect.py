@@ -7,15 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvwinnow.errors import KvwinnowError
 from kvwinnow.evaluation.generation import greedy
 from kvwinnow.integrations.transformers import CompressedCache
+from kvwinnow.integrations.transformers.structure import inspect_model
+from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.policies import Full, Policy
-from kvwinnow.simulation.explorer.exploration import LONGEST_ANSWER, Exploration, Run
-from kvwinnow.simulation.explorer.pieces import pieces
+from kvwinnow.simulation.explorer.exploration import LONGEST_ANSWER, NEVER, Exploration, Run
 from kvwinnow.simulation.explorer.watch import Watch
+from kvwinnow.simulation.record import record
+from kvwinnow.simulation.retained import retained_mass
+from kvwinnow.simulation.run import NEVER as NEVER_EVICTED
+from kvwinnow.simulation.token_texts import token_texts
+from kvwinnow.simulation.trace import Trace
 from kvwinnow.textform import show_value
 
 if TYPE_CHECKING:
@@ -73,13 +80,31 @@ def explore(
     for policy in (Full(), *different(policies)):
         progress(f"answering with {policy}")
         runs.append(_run(model, tokenizer, ids, policy, new_tokens))
-    cache = CompressedCache(model, Full())
+    sliding = inspect_model(unwrap(model)).sliding
+    if None in sliding:  # else no layer follows a policy
+        progress("recording what the full cache attends to")
+        trace = record(model, ids, new_tokens=new_tokens, tokenizer=tokenizer, name=name)
+        runs = [dataclasses.replace(run, retained=retained(trace, run, len(sliding))) for run in runs]
     return Exploration(
-        model=name,
-        tokens=pieces(tokenizer, ids[0].tolist()),
-        sliding=cache.structure.sliding,
-        runs=tuple(runs),
+        model=name, tokens=token_texts(tokenizer, ids[0].tolist()), sliding=sliding, runs=tuple(runs)
     )
+
+
+def retained(trace: Trace, run: Run, layers: int) -> NDArray[np.float32]:
+    """(layers, H) float32: see ``Run.retained``.
+
+    Args:
+        trace: what the full cache attended to, of the layers that follow a policy.
+        run: whose evictions count. Where its answer ended before the trace's, nothing was evicted any more.
+        layers: number of all layers.
+    """
+    following, prompt, n = list(trace.layers), trace.prompt, len(trace.tokens)
+    steps = run.evicted[following, :, :n].astype(np.int32)
+    come = np.full((*steps.shape[:2], n), NEVER_EVICTED, dtype=np.int32)
+    come[:, :, : steps.shape[2]] = np.where(steps == NEVER, NEVER_EVICTED, prompt + steps)
+    shares = np.full((layers, steps.shape[1]), np.nan, dtype=np.float32)
+    shares[following] = retained_mass(trace, come)
+    return shares
 
 
 def label(policy: Policy) -> str:
@@ -112,6 +137,6 @@ def _run(
         scores=watch.scores(tokens),
         budgets=tuple(layer.budgets[0] for layer in layers),
         nbytes=np.array(nbytes, dtype=np.int64),
-        answer=pieces(tokenizer, answer),
+        answer=token_texts(tokenizer, answer),
         text=text.strip(),
     )

@@ -32,8 +32,8 @@ class Run:
         nbytes: (1 + K,) int64, bytes of the whole cache after each step.
         answer: text of each token of the answer, K + 1 of them.
         text: the answer without special tokens.
-        retained: (L, H) float32, the share of the attention of the full cache's answer that lies on tokens which were
-            kept when the prompt ended; None: not measured.
+        retained: (L, H) float32, the share of the attention that the full cache pays while it answers which lies on
+            tokens that this cache still holds then; NaN in layers that keep a window of their own. None: not measured.
     """
 
     policy: str
@@ -64,7 +64,7 @@ class Exploration:
 
     Attributes:
         model: what the user calls it.
-        tokens: text of each token of the prompt; of a character made of several tokens the first has all, the others
+        tokens: text of each token of the prompt; of a character made of several tokens the last has all, the others
             are empty.
         sliding: for each layer, its own window in tokens, which it keeps whatever the policy; None: it follows the
             policy.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import importlib.util
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvwinnow.errors import KvwinnowError
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
+from kvwinnow.simulation.whole_file import replacing
 
 SCRIPTS = ("data.js", "text.js", "details.js", "charts.js", "figures.js", "main.js")
 """In the order in which they are read; together they are one script."""
@@ -37,7 +35,7 @@ class Shown:
 
     Attributes:
         lines: its text, cut at each newline.
-        part: whether it is a further part of the character that an earlier token shows.
+        part: whether it is a part of the character that a later token shows.
     """
 
     lines: tuple[str, ...]
@@ -54,31 +52,6 @@ def check_package() -> None:
         raise KvwinnowError("the page is made with jinja2, which this Python lacks; run: pip install 'kvwinnow[tools]'")
 
 
-def check_target(path: str | os.PathLike[str]) -> Path:
-    """Where a page may be written.
-
-    Raises:
-        KvwinnowError: the folder does not exist or cannot be written to, or the path is a folder itself.
-    """
-    try:
-        target = Path(path).expanduser()
-        if target.is_dir():
-            raise KvwinnowError(f"{str(target)!r} is a folder; name a file in it, such as {str(target / 'page.html')!r}")
-        if target.exists() and not target.is_file():
-            raise KvwinnowError(f"{str(target)!r} is no file that could be replaced; name another")
-        if not target.parent.is_dir():
-            raise KvwinnowError(f"folder {str(target.parent)!r} does not exist; make it first, or write elsewhere")
-        if not os.access(target.parent, os.W_OK):
-            raise KvwinnowError(f"folder {str(target.parent)!r} cannot be written to; name a file in another")
-    except (OSError, RuntimeError) as error:  # too long a name, a home folder that nobody has
-        raise KvwinnowError(f"{str(path)!r} cannot be written: {error}; name another file") from error
-    except ValueError as error:
-        if isinstance(error, KvwinnowError):
-            raise
-        raise KvwinnowError(f"{str(path)!r} is no path ({error}); name a file") from error
-    return target
-
-
 def write(path: str | os.PathLike[str], exploration: Exploration) -> int:
     """Write the page, or leave what is there as it was.
 
@@ -86,24 +59,11 @@ def write(path: str | os.PathLike[str], exploration: Exploration) -> int:
         Its size in bytes.
 
     Raises:
-        KvwinnowError: it cannot be written, or a package that makes it is missing.
+        KvwinnowError: it cannot be written, or the package that makes it is missing.
     """
-    target = check_target(path)
     data = page(exploration).encode("utf-8")
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.draft")
-    try:
-        try:
-            with open(draft, "xb") as stream:
-                stream.write(data)
-            os.replace(draft, target)
-        finally:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise KvwinnowError(
-            f"{str(target)!r} cannot be written: {error.strerror or error}; name a file in a folder with room for "
-            f"{len(data):,} bytes"
-        ) from error
+    with replacing(path) as draft:
+        draft.write_bytes(data)
     return len(data)
 
 
@@ -127,7 +87,7 @@ def page(exploration: Exploration) -> str:
     layers, heads, _ = first.evicted.shape
     return environment.get_template("page.html.j2").render(
         exploration=exploration,
-        tokens=[shown(text, place) for place, text in enumerate(exploration.tokens)],
+        tokens=[shown(text) for text in exploration.tokens],
         layers=layers,
         heads=heads,
         steps=max(run.steps for run in exploration.runs),
@@ -137,9 +97,9 @@ def page(exploration: Exploration) -> str:
     )
 
 
-def shown(text: str, place: int = 0) -> Shown:
-    """A token as the template writes it; only the first of a text may be empty without being a part of another."""
-    return Shown(tuple(text.translate(_CONTROLS).split("\n")), not text and place > 0)
+def shown(text: str) -> Shown:
+    """A token as the template writes it."""
+    return Shown(tuple(text.translate(_CONTROLS).split("\n")), not text)
 
 
 def _blobs(exploration: Exploration) -> Iterator[tuple[str, str]]:

@@ -48,7 +48,7 @@ class Details {
     const runs = chosenRuns(data, state);
     const cells = chosenCells(data, state);
     const text = [...this.reader.textOf(index)].map((letter) => VISIBLE[letter] ?? letter).join("");
-    const part = this.reader.nodes[index].classList.contains("p") ? " (a further part of this character)" : "";
+    const part = this.reader.nodes[index].classList.contains("p") ? " (a part of this character)" : "";
     const where = index < data.prompt ? `of the prompt's ${number(data.prompt)}` : "in the answer";
     const made = [
       element("div", "token", `${text}${part}`),

@@ -68,7 +68,7 @@ class Figures {
     const own = this.data.sliding.filter((window) => window !== null).length;
     document.getElementById("map-told").textContent = [
       `Layers go across, KV heads down, with ${this.runs.map((run) => run.label).join(", ")}.`,
-      measured && "Retained is the share of the full cache's attention while it answered that lies on tokens kept when the prompt ended.",
+      measured && "Retained is the share of the attention the full cache pays while it answers that lies on tokens still held then.",
       own && `${plural(own, "layer")} keep${own === 1 ? "s" : ""} a window of ${own === 1 ? "its" : "their"} own.`,
       "Click a field to choose its layer and head.",
     ].filter(Boolean).join(" ");

@@ -18,9 +18,9 @@ class Reader {
 
   /** The text of a token; of a part of a character the whole character. */
   textOf(index) {
-    let first = index;
-    while (first > 0 && this.nodes[first].classList.contains("p")) first -= 1;
-    return this.nodes[first].textContent;
+    let last = index;
+    while (last < this.nodes.length - 1 && this.nodes[last].classList.contains("p")) last += 1;
+    return this.nodes[last].textContent;
   }
 
   // -- shading -----------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Reader {
       this.answer.append(title);
       for (const [j, text] of (run ? run.answer : []).entries()) {
         const node = document.createElement("span");
-        node.className = text === "" && j > 0 ? "t p" : "t";
+        node.className = text === "" ? "t p" : "t";
         node.setAttribute("role", "option");
         writeToken(node, text);
         node.index = this.nodes.length;
