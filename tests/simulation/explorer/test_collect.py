@@ -170,3 +170,38 @@ def test_numbers_and_policies_that_cannot_be_are_refused() -> None:
     given = [parse("full"), parse("tova:budget=24")]
     runs = explore(model, Plain(), ids, given, name="tiny", new_tokens=1).runs
     assert [run.policy.partition(":")[0] for run in runs] == ["full", "tova"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", ["snapkv:budget=24,window=8,kernel=3", "h2o:budget=24"])
+def test_retained_is_the_share_of_the_models_own_attention_on_what_was_held(kind: str, policy: str) -> None:
+    model = tiny_model(kind, layers=4, attn_implementation="eager")
+    ids, _ = tiny_tokens(PROMPT)
+    full, run = explored(model, policy).runs
+    answer = [int(text.strip().removeprefix("t")) for text in full.answer]
+    with torch.no_grad():
+        whole = torch.cat([ids, torch.tensor([answer])], dim=1)
+        layers = model(whole, output_attentions=True, use_cache=False).attentions
+    for layer, weights in enumerate(layers):
+        if kind == "gemma3" and layer % 2 == 0:
+            assert np.isnan(run.retained[layer]).all()
+            continue
+        by_head = weights[0].unflatten(0, (2, -1)).mean(1).double().numpy()  # (Hkv, n, n)
+        for head in range(2):
+            held = paid = 0.0
+            for step in range(1, NEW + 1):  # the query of step k stands at position n + k - 1
+                row = by_head[head, PROMPT + step - 1]
+                paid += row.sum()
+                # What was held before this query, and its own token.
+                before = set(np.flatnonzero(run.kept(step - 1)[layer, head]).tolist()) | {PROMPT + step - 1}
+                held += row[sorted(before)].sum()
+            assert run.retained[layer, head] == pytest.approx(held / paid, rel=1e-4)
+    following = [layer for layer in range(4) if kind == "llama" or layer % 2]
+    assert (full.retained[following] == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:all layers of this model see")
+def test_where_every_layer_slides_nothing_is_retained_or_not() -> None:
+    made = explored(tiny_model("mistral, sliding"), "h2o:budget=24")
+    assert made.sliding == (WINDOW, WINDOW)
+    assert made.runs[-1].retained is None
