@@ -65,6 +65,7 @@ class Reader {
   /** The answer of the one policy chosen, as far as it has come; several policies have several answers. */
   showAnswer(runs, step) {
     const run = runs.length === 1 ? runs[0] : null;
+    const focus = this.box.contains(document.activeElement); // before what has it is hidden
     if (this.answering !== run) {
       this.answering = run;
       this.answer.replaceChildren();
@@ -96,7 +97,7 @@ class Reader {
     } else {
       this.shown = this.prompt.length;
     }
-    if (this.current >= this.shown) this.moveTo(this.shown - 1, { focus: this.box.contains(document.activeElement) });
+    if (this.current >= this.shown) this.moveTo(this.shown - 1, { focus });
   }
 
   // -- pointing and walking ----------------------------------------------------------------------
