@@ -17,6 +17,8 @@ from kvwinnow.cli.demo import demo
 from kvwinnow.cli.doctor import doctor
 from kvwinnow.cli.generate import generate
 from kvwinnow.cli.policies import policies
+from kvwinnow.cli.record import record
+from kvwinnow.cli.simulate import simulate
 from kvwinnow.errors import KvwinnowError
 
 BAD_INPUT = 2
@@ -37,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, policies, doctor):
+for command in (demo, generate, policies, record, simulate, doctor):
     app.command()(command)
 
 
