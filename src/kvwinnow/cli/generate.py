@@ -62,7 +62,7 @@ def generate(
         loaded, tokenizer = load(model_name, progress=show)
         cache = CompressedCache(loaded, chosen, dtype=kv_dtype, k_dtype=k_dtype, v_dtype=v_dtype)
         ids = encode(tokenizer, question if text is None else f"{text}\n\n{question}", system=system)
-        check_length(loaded, ids.shape[1], max_new_tokens, option="--max-new-tokens")
+        check_length(loaded, ids.shape[1], max_new_tokens, "--max-new-tokens")
     given = answer(
         loaded, tokenizer, cache, ids, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, on_text=_write
     )

@@ -1,4 +1,4 @@
-"""The prompt as the command line gives it: a file's text, a question, and the length a model serves."""
+"""Prompts that commands take: read from a file or stdin, and checked against the model's length."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 
-def check_characters(what: str, text: str) -> None:
-    """Bytes of the command line that are no text in its encoding arrive as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise KvwinnowError(
-            f"character {error.start + 1} of the {what} is {text[error.start]!r}, which UTF-8 does not have: a byte "
-            "that is no text in this terminal's encoding; write it in UTF-8"
-        ) from error
+def read_prompt(name: str, *, instead: str = ", or leave --prompt-file out") -> str:
+    """The text of a prompt file, or of stdin for "-", in UTF-8; a byte order mark and spaces around it are dropped.
 
+    Args:
+        name: as the user gave it.
+        instead: what can be done without such a file, for the complaint about an empty one.
 
-def read_prompt(name: str) -> str:
-    """The text of a prompt file, in UTF-8; a byte order mark is dropped."""
+    Raises:
+        KvwinnowError: it cannot be read, is no text, or is empty.
+    """
     shown = "stdin" if name == STDIN else f"prompt file {name!r}"
     if name == STDIN and sys.stdin is None:
         raise KvwinnowError("stdin is closed, so --prompt-file - reads nothing; pipe the text in, or name a file")
@@ -47,12 +44,31 @@ def read_prompt(name: str) -> str:
     except ValueError as error:  # of the path: a NUL, or a character that no file name has here
         raise KvwinnowError(f"{shown} is no path ({error}); name a text file") from error
     if not text.strip():
-        raise KvwinnowError(f"{shown} is empty; put the text to ask about into it, or leave --prompt-file out")
+        raise KvwinnowError(f"{shown} is empty; put the text to ask about into it{instead}")
     return text.strip()
 
 
-def check_length(model: PreTrainedModel, prompt: int, new: int, *, option: str) -> None:
-    """Refuse a prompt that, with the ``new`` tokens that ``option`` asks for, is longer than the model serves."""
+def check_characters(what: str, text: str) -> None:
+    """Refuse bytes of the command line that are no text in its encoding; they arrive as lone surrogates.
+
+    Raises:
+        KvwinnowError: there are some.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KvwinnowError(
+            f"character {error.start + 1} of the {what} is {text[error.start]!r}, which UTF-8 does not have: a byte "
+            "that is no text in this terminal's encoding; write it in UTF-8"
+        ) from error
+
+
+def check_length(model: PreTrainedModel, prompt: int, new: int, option: str) -> None:
+    """Refuse a prompt that with ``new`` more tokens, which ``option`` asks for, ends beyond the model's positions.
+
+    Raises:
+        KvwinnowError: it does.
+    """
     from kvwinnow.integrations.transformers.structure import trained_length
 
     trained = trained_length(model.config)
