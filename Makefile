@@ -15,7 +15,7 @@ READY := .kvwinnow-ready
 PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS := -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-newest test-oldest lint clean check-python
+.PHONY: setup demo test test-newest test-oldest lint clean check-python browser
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/$(READY)
@@ -27,10 +27,10 @@ test: lint test-newest
 	@$(MAKE) --no-print-directory test-oldest
 
 # pytest writes last in both, so that its closing line is the end of the output.
-test-newest: setup
+test-newest: setup browser
 	$(PYTEST) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term --cov-fail-under=90
 
-test-oldest: $(OLDEST)/$(READY)
+test-oldest: $(OLDEST)/$(READY) browser
 	$(PYTEST) $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: setup
@@ -41,6 +41,25 @@ lint: setup
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The explorer's pages are tested in a real browser. Where there is none, Debian's is installed if that needs no
+# password; else those tests are skipped, unless KVWINNOW_REQUIRE_BROWSER=1.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+
+browser:
+	@found() { for name in "$$@"; do command -v $$name >/dev/null 2>&1 && return 0; done; return 1; }; \
+	found $(BROWSERS) && found chromedriver && exit 0; \
+	if command -v apt-get >/dev/null 2>&1; then \
+	  as_root=none; \
+	  if [ "$$(id -u)" = 0 ]; then as_root=; elif sudo -n true >/dev/null 2>&1; then as_root="sudo -n"; fi; \
+	  if [ "$$as_root" != none ]; then \
+	    echo "Installing chromium and chromium-driver, in which the explorer's pages are tested."; \
+	    apt="$$as_root env DEBIAN_FRONTEND=noninteractive apt-get"; \
+	    $$apt update -qq && $$apt install -y -qq --no-install-recommends chromium chromium-driver; \
+	  fi; \
+	fi >&2; \
+	found $(BROWSERS) && found chromedriver || \
+	  echo "No chromium with chromedriver is here, so the tests of the explorer's pages in a browser will be skipped." >&2
 
 check-python:
 	@command -v $(PYTHON) >/dev/null || { \
