@@ -27,6 +27,8 @@ POLICIES = (
     "h2o:budget=40",
     "streamingllm:budget=0.25",
     "knorm:budget=48,sinks=2",
+    # A name that is longer than a phone is wide.
+    "compose:budget=40,prompt=snapkv(window=8,kernel=3,pool=avg),decode=hybrid(heavy_ratio=0.25,normalize=age)",
 )
 
 
@@ -51,7 +53,7 @@ def make(
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A page of four policies."""
+    """A page of five policies."""
     return make(tmp_path_factory.mktemp("page") / "page.html")
 
 
@@ -79,7 +81,7 @@ def browser() -> Iterator[View]:
 
 @pytest.fixture
 def view(browser: View, made: Made) -> Iterator[View]:
-    """The page of four policies, just opened; in the end nothing was asked of a network and nothing complained."""
+    """The page of five policies, just opened; in the end nothing was asked of a network and nothing complained."""
     browser.open(made.path)
     yield browser
     assert browser.errors() == []

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvwinnow import CompressedCache, parse
 from kvwinnow.errors import KvwinnowError
 from kvwinnow.evaluation.generation import greedy
-from kvwinnow.simulation.explorer.collect import explore
+from kvwinnow.simulation.explorer.collect import explore, label
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
 from kvwinnow.simulation.explorer.watch import Watch
 from tests.cli.conftest import byte_tokenizer
@@ -158,6 +158,21 @@ def test_an_answer_ends_with_its_end_token() -> None:
     assert short.answer == long.answer[: ending + 1]
     assert short.steps == ending
     assert short.evicted.shape == (2, 2, ids.shape[1] + ending)
+
+
+@pytest.mark.parametrize(
+    ("policy", "short"),
+    [
+        ("full", "full"),
+        ("snapkv:budget=0.125", "snapkv:budget=0.125"),
+        ("h2o:sinks=4,budget=64", "h2o:budget=64,sinks=4"),
+        ("snapkv:budget=8,window=4,sinks=0", "snapkv:budget=8,window=4,sinks=0"),
+        ("compose:budget=64", "compose:budget=64"),
+        ("compose:budget=64,decode=tova", "compose:budget=64,decode=tova(evict_every=1,sinks=0,recent=1)"),
+    ],
+)
+def test_labels_tell_what_differs_from_the_defaults(policy: str, short: str) -> None:
+    assert label(parse(policy)) == short
 
 
 def test_numbers_and_policies_that_cannot_be_are_refused() -> None:

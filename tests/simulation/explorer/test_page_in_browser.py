@@ -75,7 +75,7 @@ def test_at_first_the_first_policy_is_shown_as_the_prompt_ended(view: View, made
 
 @pytest.mark.parametrize("step", [0, 4, 7])
 def test_every_choice_shades_what_its_heads_hold(view: View, made: Made, step: int) -> None:
-    names = ["snapkv", "h2o", "streamingllm", "knorm"]
+    names = ["snapkv", "h2o", "streamingllm", "knorm", "compose"]
     view.choose(step=step)
     for name in ("full", *names):
         view.choose(policy=run_of(made, name).label)
@@ -333,7 +333,7 @@ def test_memory_is_told_for_every_policy(view: View, made: Made, step: int) -> N
     assert told.startswith(f"{PROMPT + step} tokens: ")
     for run in made.exploration.runs:
         assert f"{run.label} {round(run.nbytes[step] / 2**20, 2):g} MiB" in told
-    assert len(view.many("#memory .line")) == 5
+    assert len(view.many("#memory .line")) == 6
     drawn = view.js("return explorer.figures.memory.lines.map((line) => line.values)")
     for values, run in zip(drawn, made.exploration.runs, strict=True):
         assert values == pytest.approx((run.nbytes / 2**20).tolist())

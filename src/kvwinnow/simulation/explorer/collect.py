@@ -107,10 +107,18 @@ def retained(trace: Trace, run: Run, layers: int) -> NDArray[np.float32]:
 
 def label(policy: Policy) -> str:
     """A policy's text form without the parameters that are left at their defaults, its budget aside."""
+    fields = dataclasses.fields(policy)
+    try:
+        plain: Any = dataclasses.replace(
+            policy, **{field.name: field.default for field in fields if field.name != "budget"}
+        )
+    except KvwinnowError:  # the defaults do not go with this budget
+        plain = type(policy)
     told = [
         f"{field.name}={show_value(value)}"
-        for field in dataclasses.fields(policy)
-        if (value := getattr(policy, field.name)) is not None and (field.name == "budget" or value != field.default)
+        for field in fields
+        if (value := getattr(policy, field.name)) is not None
+        and (field.name == "budget" or value != getattr(plain, field.name, None))
     ]
     return f"{policy.name}:{','.join(told)}" if told else policy.name
 
