@@ -138,3 +138,17 @@ def test_the_readmes_digested_document(
     names: dict[str, Any] = {"model": model, "document": document, "asked": asked, "cache": cache, "torch": torch}
     exec(f"from kvwinnow import CompressedCache\n{code}", names)
     assert torch.equal(names["answer"][:, : asked.shape[1]], asked)
+
+
+@pytest.mark.smollm2
+def test_a_page_is_made_from_python_as_the_page_tells(
+    smollm2: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = smollm2
+    (code,) = code_blocks("docs/exploring.md")
+    ids = tokenizer(GETTYSBURG, return_tensors="pt").input_ids
+    names: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "ids": ids}
+    exec(code, names)
+    assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
+    assert (names["kept"].sum(-1) == ids.shape[1] // 2).all()

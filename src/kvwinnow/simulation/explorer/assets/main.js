@@ -16,8 +16,8 @@ class Explorer {
     this.show();
   }
 
-  /** Change the choice; all that depends on it is drawn once, before the next frame. */
-  choose(change) {
+  /** Change the choice; all that depends on it is drawn once, before the next frame, and then `after` runs. */
+  choose(change, after) {
     Object.assign(this.state, change);
     for (const name of ["policy", "layer", "head"]) $(name).value = this.state[name];
     $("step").value = this.state.step;
@@ -25,6 +25,7 @@ class Explorer {
     this.frame = requestAnimationFrame(() => {
       this.frame = null;
       this.show();
+      after?.();
     });
   }
 
@@ -82,7 +83,7 @@ class Explorer {
       if (this.state.step >= this.data.steps) this.choose({ step: 0 });
       this.timer = setInterval(() => {
         if (this.state.step >= this.data.steps) this.play(false);
-        else this.choose({ step: this.state.step + 1 });
+        else this.choose({ step: this.state.step + 1 }, () => this.reader.showNewest());
       }, 300);
     }
     $("play").textContent = on ? "❚❚" : "▶";

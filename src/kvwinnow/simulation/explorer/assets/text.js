@@ -100,6 +100,15 @@ class Reader {
     if (this.current >= this.shown) this.moveTo(this.shown - 1, { focus });
   }
 
+  /** Scroll the text, and not the page, so that the answer's newest token is in sight. */
+  showNewest() {
+    if (!this.answering) return;
+    const box = this.box.getBoundingClientRect();
+    const newest = this.nodes[this.shown - 1].getBoundingClientRect();
+    if (newest.bottom > box.bottom - 24) this.box.scrollTop += newest.bottom - box.bottom + 60;
+    else if (newest.top < box.top) this.box.scrollTop += newest.top - box.top - 60;
+  }
+
   // -- pointing and walking ----------------------------------------------------------------------
 
   listen() {
@@ -107,7 +116,7 @@ class Reader {
     this.box.addEventListener("pointerleave", () => this.leave());
     this.box.addEventListener("click", (event) => {
       const node = event.target.closest(".t");
-      if (node) this.moveTo(node.index, { focus: true });
+      if (node) this.moveTo(node.index, { focus: true, scroll: false });
     });
     this.box.addEventListener("focusin", (event) => this.point(event.target));
     this.box.addEventListener("focusout", () => this.onToken(null));
@@ -158,17 +167,19 @@ class Reader {
     return best;
   }
 
-  moveTo(index, { focus = false } = {}) {
+  /** Make a token the current one. What was pointed at does not move under the finger, unless details would hide it. */
+  moveTo(index, { focus = false, scroll = true } = {}) {
     this.nodes[this.current]?.removeAttribute("tabindex");
     this.prompt[0].removeAttribute("tabindex");
     this.current = index;
     const node = this.nodes[index];
     node.tabIndex = 0;
     if (!focus) return;
-    // On a phone the details lie at the bottom, over the text.
-    const narrow = window.matchMedia("(max-width: 640px)").matches;
-    node.scrollIntoView({ block: narrow ? "center" : "nearest" });
+    const narrow = window.matchMedia("(max-width: 640px)").matches; // there the details lie at the bottom
+    if (scroll) node.scrollIntoView({ block: narrow ? "center" : "nearest" });
     node.focus({ preventScroll: true });
+    const hidden = node.getBoundingClientRect().bottom - document.getElementById("tip").getBoundingClientRect().top;
+    if (narrow && hidden > 0) window.scrollBy(0, hidden + 12);
   }
 }
 
