@@ -108,7 +108,7 @@ def large(policies: int) -> Exploration:
                 retained=generator.random((30, 3), dtype=np.float32),
             )
         )
-    return Exploration("large", tuple(f" token{i}" for i in range(prompt)), (None,) * 30, tuple(runs))
+    return Exploration("large", "bfloat16", tuple(f" token{i}" for i in range(prompt)), (None,) * 30, tuple(runs))
 
 
 def test_a_page_of_4000_tokens_stays_under_10_mb() -> None:

@@ -44,7 +44,7 @@ def test_the_text_is_there_token_by_token(view: View, made: Made) -> None:
     assert found == [token.translate(PICTURES) for token in made.exploration.tokens]
     assert "".join(found) == NASTY.translate(PICTURES)
     assert view.one("#text").is_displayed()
-    assert "tiny <model>: 4 layers of 2 KV heads" in view.one("header").text
+    assert "tiny <model>: 4 layers of 2 KV heads, stored in float32." in view.one("header").text
 
 
 def test_markup_in_the_prompt_stays_text(view: View) -> None:
@@ -109,7 +109,7 @@ def test_the_slider_evicts_and_the_answer_comes(view: View, made: Made) -> None:
         assert len(struck) == 1
         shown = view.js(f"return {COME}.map((n) => n.textContent)")
         assert shown == [text.translate(PICTURES) for text in run.answer[: step + 1]]
-        assert "1 token is evicted" in view.text("#told")
+        assert "1 token is evicted somewhere:" in view.text("#told")
     slider.send_keys(Keys.HOME)
     view.settle()
     assert view.text("#now") == f"0 of {run.steps}"

@@ -85,7 +85,13 @@ def explore(
         progress("recording what the full cache attends to")
         trace = record(model, ids, new_tokens=new_tokens, tokenizer=tokenizer, name=name)
         runs = [dataclasses.replace(run, retained=retained(trace, run, len(sliding))) for run in runs]
-    return Exploration(model=name, tokens=token_texts(tokenizer, ids[0].tolist()), sliding=sliding, runs=tuple(runs))
+    return Exploration(
+        model=name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        tokens=token_texts(tokenizer, ids[0].tolist()),
+        sliding=sliding,
+        runs=tuple(runs),
+    )
 
 
 def retained(trace: Trace, run: Run, layers: int) -> NDArray[np.float32]:

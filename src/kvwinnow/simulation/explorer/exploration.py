@@ -64,6 +64,7 @@ class Exploration:
 
     Attributes:
         model: what the user calls it.
+        dtype: in which keys and values are stored, as torch names it.
         tokens: text of each token of the prompt; of a character made of several tokens the last has all, the others
             are empty.
         sliding: for each layer, its own window in tokens, which it keeps whatever the policy; None: it follows the
@@ -72,6 +73,7 @@ class Exploration:
     """
 
     model: str
+    dtype: str
     tokens: tuple[str, ...]
     sliding: tuple[int | None, ...]
     runs: tuple[Run, ...]

@@ -105,7 +105,7 @@ class Explorer {
     const run = runs.length === 1 ? runs[0] : null;
     const ended = run && state.step > run.steps;
     const read = run ? `takes in ${quoted(run.answer[Math.min(state.step, run.steps) - 1] ?? "")}` : "has passed";
-    const lost = lostNow ? ` and ${plural(lostNow, "token")} ${lostNow === 1 ? "is" : "are"} evicted` : "";
+    const lost = lostNow ? ` and ${plural(lostNow, "token")} ${lostNow === 1 ? "is" : "are"} evicted${heads === 1 ? "" : " somewhere"}` : "";
     $("told").textContent = ended
       ? `The answer ended at step ${run.steps}: ${kept}.`
       : `Step ${state.step} ${read}${lost}: ${kept}.`;
