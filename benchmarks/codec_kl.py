@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvwinnow.codecs import BF16, FP4, FP8, FP16, Codec, Int4, Int8, Vectors
+from kvwinnow.codecs import BF16, FP4, FP8, FP16, Codec, Int4, Int8
+from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.integrations.loading import load
 
 TOKENS = 1024

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvwinnow.cache import LayerCache
-from kvwinnow.codecs import Vectors, parse_codec
+from kvwinnow.codecs import parse_codec
+from kvwinnow.codecs.vectors import Vectors
 from tests.oracle import hadamard
 from tests.streams import Call, Method, Stream, Turn, search, streams
 from tests.test_oracle import attend, compare_sets

@@ -243,7 +243,7 @@ def test_unquantised_slots_are_allocated_even_under_a_smaller_budget() -> None:
 def test_bytes_follow_from_the_shapes(policy: str, dtype: str) -> None:
     driver = Driver(policy, dtype, rows=3)
     driver.feed(60)
-    shape = LayerShape(HEADS, KV_HEADS, DIM, exact=4, dtype=torch.float32)
+    shape = LayerShape(HEADS, KV_HEADS, DIM, exact=4, itemsize=4)
     codec = parse_codec(dtype)
     slots = driver.positions.shape[2]
     foretold = layer_nbytes(parse(policy), (codec, codec), shape, batch=3, slots=slots)

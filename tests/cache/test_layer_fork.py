@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvwinnow.cache import LayerCache
-from kvwinnow.cache.memory import LayerShape, layer_nbytes
-from kvwinnow.cache.moments import moments_nbytes
+from kvwinnow.cache.memory import LayerShape, layer_nbytes, moments_nbytes
 from kvwinnow.codecs import parse_codec
 from kvwinnow.ops.reference import SLOT_BLOCK
 from tests.streams import LEAST, Call, Method, Stream, Turn, cases, search
@@ -56,7 +55,7 @@ def content(cache: LayerCache) -> dict[str, Tensor]:
 def foretold(cache: LayerCache, stream: Stream) -> int:
     """Bytes that the memory arithmetic gives for as many slots, shared or not."""
     assert cache.slots is not None
-    shape = LayerShape(stream.heads, stream.kv_heads, stream.dim, exact=4, dtype=torch.float32)
+    shape = LayerShape(stream.heads, stream.kv_heads, stream.dim, exact=4, itemsize=4)
     codecs, slots = (cache.k_codec, cache.v_codec), cache.slots.positions.shape[2]
     queries = 0 if cache.window is None else cache.window.shape[2]
     moments = 0 if cache.moments is None else moments_nbytes(stream.rows, stream.heads, stream.dim)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvwinnow.codecs import FP4, FP8, Vectors
+from kvwinnow.codecs import FP4, FP8
+from kvwinnow.codecs.vectors import Vectors
 
 HALF = 2.0**-11
 """Relative rounding of float16, in which fp8's scale is stored."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvwinnow.codecs import Int4, Vectors, rotate
+from kvwinnow.codecs import Int4, rotate
+from kvwinnow.codecs.vectors import Vectors
 from tests.oracle import hadamard
 
 DIMS = [64, 80, 96, 128, 2, 15]

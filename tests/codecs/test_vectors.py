@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvwinnow.codecs import Vectors, parse_codec, vectors_nbytes
+from kvwinnow.cache.memory import vectors_nbytes
+from kvwinnow.codecs import parse_codec
+from kvwinnow.codecs.vectors import Vectors
 
 INTEGERS = ["int8", "int8:group=16", "int4", "int4:group=16,rotate=false", "int4:centre=false"]
 FLOATS = ["fp8", "fp8:group=16", "fp4", "fp4:rotate=false,centre=false", "fp4:style=mx", "fp4:group=8,centre=false"]
@@ -156,4 +158,4 @@ def test_predicted_bytes_are_those_of_the_storages(codec: str, centred: bool, ex
         made, shape, exact=exact, centred=centred, dtype=torch.bfloat16, device=torch.device("cpu")
     )
     real = sum(tensor.untyped_storage().nbytes() for tensor in vectors.tensors())
-    assert real == vectors_nbytes(made, shape, exact=exact, centred=centred, dtype=torch.bfloat16)
+    assert real == vectors_nbytes(made, shape, exact=exact, centred=centred, itemsize=2)

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvwinnow.cache import LayerCache, Step
-from kvwinnow.codecs import FP32, Codec, Int4, Vectors
+from kvwinnow.codecs import FP32, Codec, Int4
+from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops import Chunk, Slots, Variant, Window, attention
 from kvwinnow.policies import H2O, Phase, Policy, SlidingWindow, SnapKV
 from kvwinnow.statistics import MASS, NONE, WINDOW

@@ -13,7 +13,8 @@ from kvwinnow import ops
 from kvwinnow.cache.memory import GROWTH, least_slots, slots_for
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.cache.step import Step
-from kvwinnow.codecs import Codec, Vectors, moved
+from kvwinnow.codecs import Codec
+from kvwinnow.codecs.vectors import Vectors, moved
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies import Phase, Policy
 from kvwinnow.statistics import Kind

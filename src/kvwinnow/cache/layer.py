@@ -10,7 +10,7 @@ from kvwinnow.cache.holding import Holding
 from kvwinnow.cache.memory import GROWTH
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.cache.step import Step
-from kvwinnow.codecs import Vectors
+from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.policies import LayerView, Lengths, Phase, Queries
 from kvwinnow.statistics import MASS, NONE, Kind, Statistics
 

@@ -1,18 +1,23 @@
-"""How many slots a layer allocates and how many bytes it takes, known before anything is allocated."""
+"""How many slots a cache allocates and how many bytes it takes, known before anything is allocated; without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from kvwinnow.cache.moments import moments_nbytes
-from kvwinnow.codecs import Codec, vectors_nbytes
-from kvwinnow.policies import Phase, Policy
+from kvwinnow.codecs import Codec
+from kvwinnow.errors import PolicyError
+from kvwinnow.policies import Lengths, Phase, Policy, SlidingWindow
+from kvwinnow.policies.budget import parse_size
 from kvwinnow.statistics import Kind
 
 GROWTH = 32
 """Slots are allocated in steps of this many, up to what the policy may ever need."""
+
+_INT32 = _FLOAT32 = 4
+
+
+# -- slots -----------------------------------------------------------------------------------------
 
 
 def allocation(tokens: int, bound: int | None) -> int:
@@ -31,6 +36,14 @@ def least_slots(codecs: tuple[Codec, Codec], exact: int) -> int:
     return exact if any(codec.quantises for codec in codecs) else 0
 
 
+def sliding_budget(window: int) -> int:
+    """Tokens a sliding layer keeps: of a window that ends with the next token, all but that token."""
+    return max(1, window - 1)
+
+
+# -- one layer -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """The sizes of one layer that decide its bytes.
@@ -40,31 +53,243 @@ class LayerShape:
         kv_heads: key/value heads Hkv.
         dim: head dimension D.
         exact: slots kept unquantised.
-        dtype: the model's dtype, of the unquantised slots and the observing queries.
+        itemsize: bytes of an element in the model's dtype, which the unquantised slots and observing queries have.
     """
 
     heads: int
     kv_heads: int
     dim: int
     exact: int
-    dtype: torch.dtype
+    itemsize: int
 
 
 def layer_nbytes(policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, *, batch: int, slots: int) -> int:
     """Bytes a ``LayerCache`` holds with ``slots`` slots per KV head, but for those of ``prompt_nbytes``."""
     sizes = (batch, shape.kv_heads, slots, shape.dim)
     total = sum(
-        vectors_nbytes(codec, sizes, exact=shape.exact, centred=is_key, dtype=shape.dtype)
+        vectors_nbytes(codec, sizes, exact=shape.exact, centred=is_key, itemsize=shape.itemsize)
         for codec, is_key in zip(codecs, (True, False), strict=True)
     )
-    total += batch * shape.kv_heads * slots * torch.int32.itemsize
-    return total + len(policy.running()) * batch * shape.kv_heads * slots * torch.float32.itemsize
+    return total + batch * shape.kv_heads * slots * (_INT32 + len(policy.running()) * _FLOAT32)
 
 
-def prompt_nbytes(policy: Policy, shape: LayerShape, *, batch: int) -> int:
-    """Bytes a ``LayerCache`` holds beside its slots from a prompt to the first decode step, if it fills its window."""
+def vectors_nbytes(codec: Codec, shape: tuple[int, int, int, int], *, exact: int, centred: bool, itemsize: int) -> int:
+    """Bytes that ``Vectors.allocate`` takes; shared slots count like others.
+
+    Args:
+        codec: how vectors are stored.
+        shape: (B, Hkv, S, D).
+        exact: slots that a codec which quantises leaves in the model's dtype.
+        centred: whether these are keys, of which a codec may remove the mean.
+        itemsize: bytes of an element in the model's dtype.
+    """
+    batch, heads, slots, dim = shape
+    exact = min(exact, slots) if codec.quantises else 0
+    slot_bytes = exact * dim * itemsize + (slots - exact) * codec.bytes_per_vector(dim)
+    mean_bytes = dim * _FLOAT32 if centred and codec.centres else 0
+    scale_bytes = _FLOAT32 if codec.scales else 0
+    return batch * heads * (slot_bytes + mean_bytes + scale_bytes)
+
+
+def moments_nbytes(batch: int, heads: int, dim: int) -> int:
+    """Bytes that ``QueryMoments`` takes."""
+    return batch * heads * (dim + dim * dim) * _FLOAT32
+
+
+def prompt_nbytes(policy: Policy, shape: LayerShape, *, batch: int, prompt: int | None = None) -> int:
+    """Bytes a ``LayerCache`` holds beside its slots from a prompt to the first decode step.
+
+    ``prompt`` is the prompt's length in tokens; None: long enough for the policy's observation window.
+    """
     statistics = policy.statistics(Phase.PROMPT)
     if statistics.kind is Kind.QUERIES:
         return moments_nbytes(batch, shape.heads, shape.dim)
     queries = statistics.window if statistics.kind is Kind.WINDOW else 0
-    return batch * shape.heads * queries * shape.dim * shape.dtype.itemsize
+    queries = queries if prompt is None else min(queries, prompt)
+    return batch * shape.heads * queries * shape.dim * shape.itemsize
+
+
+# -- a whole cache ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a cache.
+
+    Attributes:
+        shape: its sizes.
+        codecs: how its keys and its values are stored.
+        window: how many of the latest tokens a token sees, itself included, whatever the policy; None: all.
+    """
+
+    shape: LayerShape
+    codecs: tuple[Codec, Codec]
+    window: int | None = None
+
+
+def budget_nbytes(
+    policy: Policy, layers: Sequence[PlannedLayer], tokens: int, *, batch: int, seen: int | None = None
+) -> int:
+    """Bytes the whole cache takes when every KV head is at its budget, right after the prompt.
+
+    Args:
+        policy: which tokens stay.
+        layers: of the cache.
+        tokens: the budget, for policies that divide it among the layers their mean.
+        batch: number of rows.
+        seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of slots
+            may come to at most.
+    """
+    total = 0
+    for layer, own, share in _divided(policy, layers, tokens, seen):
+        kept = tokens if share is None else share
+        if own.layered and seen is not None:
+            kept = min(kept, seen)
+        slots = slots_for(kept, own.capacity(kept), layer.codecs, layer.shape.exact)
+        if own.layered and seen is None:
+            # However the sum is divided, no layer has more than a step of slots beyond its part.
+            slots = kept + GROWTH
+        total += layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
+        total += prompt_nbytes(own, layer.shape, batch=batch)
+    return total
+
+
+def share_of(policy: Policy, share: float, tokens: int) -> int:
+    """A share of that many tokens, in tokens; at least what the policy cannot do without."""
+    # A hair more, so that 0.29 of 100 is 29 in spite of the float.
+    return max(policy.minimum(), int(tokens * share + 1e-9))
+
+
+def tokens_in(policy: Policy, layers: Sequence[PlannedLayer], size: str, *, batch: int) -> int:
+    """The largest budget in tokens whose cache fits into ``size``, such as "64MiB".
+
+    Raises:
+        PolicyError: it holds too few tokens for the policy.
+    """
+    limit, least = parse_size(size), policy.minimum()
+    needed = budget_nbytes(policy, layers, least, batch=batch)
+    if needed > limit:
+        raise PolicyError(
+            f"budget={size!r} ({limit:,} bytes) is too small: {policy.name} keeps at least {least} tokens per "
+            f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and "
+            "what is held of the prompt's queries included; give at least that"
+        )
+    low, high = least, least + limit  # no token takes less than a byte
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = budget_nbytes(policy, layers, middle, batch=batch) <= limit
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def budget_in_tokens(policy: Policy, layers: Sequence[PlannedLayer], *, batch: int, prompt: int) -> int | None:
+    """Tokens per KV head that the policy's budget comes to for rows of one prompt each; None: no limit.
+
+    Raises:
+        PolicyError: a budget in bytes that holds too few tokens.
+    """
+    limit = policy.limit
+    if limit is None or isinstance(limit, int):
+        return limit
+    return tokens_in(policy, layers, limit, batch=batch) if isinstance(limit, str) else share_of(policy, limit, prompt)
+
+
+def layers_nbytes(
+    policy: Policy, layers: Sequence[PlannedLayer], *, batch: int, prompt: int, new: int = 0
+) -> tuple[int, ...]:
+    """Bytes that each layer holds after a prompt and some decoded tokens: exactly what ``LayerCache.nbytes()`` gives.
+
+    Args:
+        policy: which tokens stay.
+        layers: of the cache.
+        batch: number of rows, none of them padded.
+        prompt: tokens of each row's prompt, 1 or more.
+        new: tokens decoded after it, which are in the cache too.
+
+    Raises:
+        PolicyError: a budget in bytes that holds too few tokens.
+    """
+    budget = budget_in_tokens(policy, layers, batch=batch, prompt=prompt)
+    known: dict[tuple[PlannedLayer, int | None], int] = {}
+    totals = []
+    for layer, own, share in _divided(policy, layers, budget, prompt):
+        if (layer, share) not in known:
+            slots = _slots_held(own, layer, share, prompt=prompt, new=new)
+            held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
+            asked = 0 if new else prompt_nbytes(own, layer.shape, batch=batch, prompt=prompt)
+            known[layer, share] = held + asked
+        totals.append(known[layer, share])
+    return tuple(totals)
+
+
+def prefill_nbytes(
+    policy: Policy, layers: Sequence[PlannedLayer], *, batch: int, prompt: int, chunk: int | None = None
+) -> int:
+    """The most bytes of keys, values and cache while a prompt is taken in: all layers' slots, one layer's new tokens.
+
+    A layer cuts its prompt before the next one makes its keys and values, so only one layer's are ever there whole.
+
+    Args:
+        policy: which tokens stay.
+        layers: of the cache.
+        batch: number of rows.
+        prompt: tokens of each row's prompt.
+        chunk: tokens that are fed at once; None: the whole prompt.
+
+    Raises:
+        PolicyError: a budget in bytes that holds too few tokens.
+    """
+    tokens = prompt if chunk is None else min(chunk, prompt)
+    made = max(2 * batch * x.shape.kv_heads * tokens * x.shape.dim * x.shape.itemsize for x in layers)
+    return sum(layers_nbytes(policy, layers, batch=batch, prompt=prompt)) + made
+
+
+def _divided(
+    policy: Policy, layers: Sequence[PlannedLayer], budget: int | None, seen: int | None
+) -> Iterator[tuple[PlannedLayer, Policy, int | None]]:
+    """Each layer, the policy it goes by, and its part of the budget if ``seen`` tells how to divide it."""
+    sharing, number = sum(layer.window is None for layer in layers), 0
+    for layer in layers:
+        if layer.window is not None:  # keeps its own window, whatever the policy
+            own = sliding_budget(layer.window)
+            yield layer, SlidingWindow(budget=own), own
+            continue
+        share = budget
+        if budget is not None and seen is not None:
+            share = policy.layer_budget(budget, layer=number, layers=sharing, seen=seen)
+        yield layer, policy, share
+        number += 1
+
+
+def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prompt: int, new: int) -> int:
+    """Slots that a layer has allocated after a prompt and ``new`` decoded tokens.
+
+    What ``LayerCache`` does is gone through token by token, until it repeats itself.
+    """
+    bound = None if budget is None else policy.capacity(budget)
+    exact = layer.shape.exact
+
+    def kept_of(phase: Phase, seen: int, tokens: int) -> int:
+        keep = policy.due(phase, Lengths(seen, tokens, seen if budget is None else budget))
+        return tokens if keep is None else min(tokens, keep)
+
+    kept, slots = kept_of(Phase.PROMPT, prompt, prompt), least_slots(layer.codecs, exact)
+    if kept > slots:
+        slots = slots_for(kept, bound, layer.codecs, exact)
+    if kept_of(Phase.DECODE, prompt + new, kept + new) == kept + new:  # nothing is evicted on the way there either
+        return slots if kept + new <= slots else slots_for(kept + new - 1, bound, layer.codecs, exact)
+    after_cut: dict[tuple[int, int], int] = {}
+    done = 0
+    while done < new:
+        if kept + 1 > slots:
+            slots = max(slots, slots_for(kept, bound, layer.codecs, exact))
+        done += 1
+        before, kept = kept + 1, kept_of(Phase.DECODE, prompt + done, kept + 1)
+        if before - kept >= GROWTH:
+            fitting = slots_for(kept, bound, layer.codecs, exact)
+            slots = fitting if slots - fitting >= GROWTH else slots
+        if kept < before:
+            if (kept, slots) in after_cut:  # from here on it goes round in circles
+                new = done + (new - done) % (done - after_cut[kept, slots])
+            after_cut[kept, slots] = done
+    return slots

@@ -78,8 +78,3 @@ class QueryMoments:
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that lies in memory."""
         return self.mean, self.products
-
-
-def moments_nbytes(batch: int, heads: int, dim: int) -> int:
-    """Bytes that ``QueryMoments`` takes."""
-    return batch * heads * (dim + dim * dim) * torch.float32.itemsize

@@ -1,4 +1,4 @@
-"""HOW a kept key or value is stored: pure functions of tensors, one file per number format."""
+"""HOW a kept key or value is stored: pure functions of tensors, one file per number format. Imports no torch."""
 
 from kvwinnow.codecs.base import Codec, Part
 from kvwinnow.codecs.fp4 import FP4
@@ -8,7 +8,6 @@ from kvwinnow.codecs.int8 import Int8
 from kvwinnow.codecs.plain import BF16, FP16, FP32
 from kvwinnow.codecs.registry import CODECS, parse_codec
 from kvwinnow.codecs.rotation import rotate
-from kvwinnow.codecs.vectors import Vectors, moved, vectors_nbytes
 
 __all__ = [
     "BF16",
@@ -21,9 +20,6 @@ __all__ = [
     "Int4",
     "Int8",
     "Part",
-    "Vectors",
-    "moved",
     "parse_codec",
     "rotate",
-    "vectors_nbytes",
 ]

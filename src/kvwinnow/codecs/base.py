@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.errors import CodecError
 from kvwinnow.textform import show_spec
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+"""Bytes of an element, by the names of torch's dtypes; sizes are known without torch."""
+
+LARGEST_FP16 = 65504.0
 SMALLEST_FP16 = 2.0**-24
 """The smallest float16 above 0: divides in place of a scale that is 0, which multiplies any code back to nothing."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of an encoded vector: ``width`` elements of ``dtype`` for each vector."""
+    """One tensor of an encoded vector.
 
-    dtype: torch.dtype
+    Attributes:
+        kind: the elements' dtype by its name in torch, such as "uint8".
+        width: elements for each vector.
+    """
+
+    kind: str
     width: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The elements' dtype."""
+        return torch_dtype(self.kind)
 
     @property
     def nbytes(self) -> int:
         """Bytes per vector."""
-        return self.width * self.dtype.itemsize
+        return self.width * ITEMSIZE[self.kind]
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,14 @@ class FourBit(Codec):
         return self.centre
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of that name."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def group_of(dim: int, group: int | None, codec: str, *, most: int = 64) -> int:
     """Elements that share a scale: ``group``, or by default the largest divisor of ``dim`` up to ``most``.
 
@@ -159,4 +182,6 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(packed: Tensor) -> Tensor:
     """What ``pack`` packed: (..., dim / 2) to (..., dim) uint8."""
+    import torch
+
     return torch.cat([packed & 15, packed >> 4], dim=-1)

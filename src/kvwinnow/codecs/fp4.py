@@ -7,14 +7,14 @@ MXFP4 (OCP Microscaling Formats 1.0: 32 elements share a power of two).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.codecs.base import FourBit, Part, check_even, check_flags, check_group, group_of, grouped, pack
 from kvwinnow.codecs.fp8 import LARGEST_E4M3, from_e4m3, to_e4m3
 from kvwinnow.errors import CodecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STYLES = {"nv": 16, "mx": 32}
 """The elements that share a scale in each style."""
@@ -27,7 +27,7 @@ those of four, twice those of 32. Groups keep e4m3's full precision down to 1/44
 """
 
 _SMALLEST_E4M3 = 2.0**-9
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_SMALLEST_NORMAL = 2.0**-126
 _SCALE_BIAS = 127
 
 
@@ -68,6 +68,8 @@ class FP4(FourBit):
         return self.style == "nv"
 
     def tensor_scale(self, largest: Tensor) -> Tensor:
+        import torch
+
         scale = largest * (HEADROOM / (LARGEST_E4M3 * LARGEST_E2M1))
         return torch.where(scale >= _SMALLEST_NORMAL, scale, 1.0)  # nothing but zeros so far
 
@@ -76,7 +78,7 @@ class FP4(FourBit):
 
     def layout(self, dim: int) -> tuple[Part, ...]:
         check_even(dim, self.name)
-        return Part(torch.uint8, dim // 2), Part(torch.uint8, dim // self._group(dim))
+        return Part("uint8", dim // 2), Part("uint8", dim // self._group(dim))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         groups = grouped(x.float(), self._group(x.shape[-1]))
@@ -86,6 +88,8 @@ class FP4(FourBit):
         return pack(_e2m1(groups / self._scale(stored)).flatten(-2)), stored.squeeze(-1)
 
     def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+        import torch
+
         packed, stored = parts
         bits = packed.to(torch.int16)
         # As float16 bits, sign, exponent and mantissa mean the same number times 2^-14.
@@ -96,6 +100,8 @@ class FP4(FourBit):
 
     def _scale(self, stored: Tensor) -> Tensor:
         """Scales as they are stored, any shape uint8, to float32."""
+        import torch
+
         if self.style == "nv":
             return from_e4m3(stored)
         return (stored.to(torch.int32) << 23).view(torch.float32)
@@ -107,6 +113,8 @@ def _e2m1(x: Tensor) -> Tensor:
     Codes 0 to 4 stand for 0 to 2 in steps of .5, codes 4 to 6 for 2 to 4 in steps of 1, and code 7 for 6: three
     straight lines, each of which is the lowest where it holds. Rounding to whole numbers breaks ties to even ones.
     """
+    import torch
+
     size = x.abs()
     low, middle, high = (size * 2).round_(), size.round().add_(2), (size / 2).round_().add_(4)
     codes = low.minimum(middle).minimum(high).clamp_(max=7).to(torch.uint8)
@@ -118,5 +126,7 @@ def _e8m0(largest: Tensor) -> Tensor:
 
     That is the specification's choice (section 6.3): what exceeds 6 by then is stored as 6.
     """
+    import torch
+
     _, exponent = torch.frexp(largest.clamp(_SMALLEST_NORMAL, torch.finfo(torch.float32).max))
     return (exponent - 3 + _SCALE_BIAS).clamp_(1, 254).to(torch.uint8)

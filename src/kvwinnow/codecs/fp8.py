@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from kvwinnow.codecs.base import LARGEST_FP16, SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
 
-from kvwinnow.codecs.base import SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
+if TYPE_CHECKING:
+    from torch import Tensor
 
-LARGEST_E4M3 = torch.finfo(torch.float8_e4m3fn).max
-"""448. This kind of float8 has no infinity: what is larger becomes NaN, so it is cut to this first."""
-_LIMIT = torch.finfo(torch.float16).max
+LARGEST_E4M3 = 448.0
+"""This kind of float8 has no infinity: what is larger becomes NaN, so it is cut to this first."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,15 @@ class FP8(Codec):
         return group_of(dim, self.group, self.name, most=dim)
 
     def layout(self, dim: int) -> tuple[Part, ...]:
-        return Part(torch.uint8, dim), Part(torch.float16, dim // self._group(dim))
+        return Part("uint8", dim), Part("float16", dim // self._group(dim))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         groups = grouped(x.float(), self._group(x.shape[-1]))
-        scale = (groups.abs().amax(-1, keepdim=True) / LARGEST_E4M3).clamp(SMALLEST_FP16, _LIMIT).to(torch.float16)
+        scale = (
+            (groups.abs().amax(-1, keepdim=True) / LARGEST_E4M3).clamp(SMALLEST_FP16, LARGEST_FP16).to(torch.float16)
+        )
         # The codes are made for the scale as it is stored.
         return to_e4m3(groups / scale.float()).flatten(-2), scale.squeeze(-1)
 
@@ -53,11 +56,15 @@ class FP8(Codec):
 
 def to_e4m3(x: Tensor) -> Tensor:
     """Float32 to the nearest e4m3, ties to the even one and what is larger than 448 to that; as uint8."""
+    import torch
+
     return x.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def from_e4m3(codes: Tensor) -> Tensor:
     """What ``to_e4m3`` gave, to float32; ten times faster than torch's own conversion on a CPU."""
+    import torch
+
     bits = codes.to(torch.int16)
     # As float16 bits, sign, exponent and mantissa mean the same number times 2^-8.
     return ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16).float().mul_(2.0**8)

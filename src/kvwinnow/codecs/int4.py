@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.codecs.base import (
+    LARGEST_FP16,
     SMALLEST_FP16,
     FourBit,
     Part,
@@ -21,7 +19,8 @@ from kvwinnow.codecs.base import (
     unpack,
 )
 
-_LIMIT = torch.finfo(torch.float16).max
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,17 @@ class Int4(FourBit):
     def layout(self, dim: int) -> tuple[Part, ...]:
         check_even(dim, self.name)
         groups = dim // group_of(dim, self.group, self.name)
-        return Part(torch.uint8, dim // 2), Part(torch.float16, groups), Part(torch.float16, groups)
+        return Part("uint8", dim // 2), Part("float16", groups), Part("float16", groups)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         groups = grouped(x.float(), group_of(x.shape[-1], self.group, self.name))
         low, high = groups.aminmax(dim=-1, keepdim=True)
-        low = low.clamp(-_LIMIT, _LIMIT).to(torch.float16)
+        low = low.clamp(-LARGEST_FP16, LARGEST_FP16).to(torch.float16)
         # The codes are made for scale and zero point as they are stored.
         zero = low.float()
-        scale = ((high - zero) / 15).clamp_(0, _LIMIT).to(torch.float16)
+        scale = ((high - zero) / 15).clamp_(0, LARGEST_FP16).to(torch.float16)
         codes = (groups - zero).div_(scale.float().clamp_(min=SMALLEST_FP16)).round_().clamp_(0, 15)
         return pack(codes.to(torch.uint8).flatten(-2)), scale.squeeze(-1), low.squeeze(-1)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from kvwinnow.codecs.base import LARGEST_FP16, SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
 
-from kvwinnow.codecs.base import SMALLEST_FP16, Codec, Part, check_group, group_of, grouped
-
-_LIMIT = torch.finfo(torch.float16).max
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,13 @@ class Int8(Codec):
         check_group(self.group, self.name)
 
     def layout(self, dim: int) -> tuple[Part, ...]:
-        return Part(torch.int8, dim), Part(torch.float16, dim // group_of(dim, self.group, self.name))
+        return Part("int8", dim), Part("float16", dim // group_of(dim, self.group, self.name))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         groups = grouped(x.float(), group_of(x.shape[-1], self.group, self.name))
-        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(max=_LIMIT).to(torch.float16)
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(max=LARGEST_FP16).to(torch.float16)
         # The codes are made for the scale as it is stored.
         codes = (groups / scale.float().clamp_(min=SMALLEST_FP16)).round_().clamp_(-127, 127)
         return codes.to(torch.int8).flatten(-2), scale.squeeze(-1)

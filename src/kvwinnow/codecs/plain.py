@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from kvwinnow.codecs.base import LARGEST_FP16, Codec, Part, torch_dtype
 
-from kvwinnow.codecs.base import Codec, Part
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Stores each element in one torch dtype."""
+    """Stores each element in one torch dtype, named ``kind``."""
 
-    dtype: ClassVar[torch.dtype]
+    kind: ClassVar[str]
 
     def layout(self, dim: int) -> tuple[Part, ...]:
-        return (Part(self.dtype, dim),)
+        return (Part(self.kind, dim),)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x.to(self.dtype),)
+        return (x.to(torch_dtype(self.kind)),)
 
     def decode(self, parts: tuple[Tensor, ...]) -> Tensor:
         return parts[0]
@@ -32,7 +32,7 @@ class FP32(Plain):
     """32-bit IEEE floats: exact for a float32 model."""
 
     name: ClassVar[str] = "fp32"
-    dtype: ClassVar[torch.dtype] = torch.float32
+    kind: ClassVar[str] = "float32"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BF16(Plain):
     """16-bit floats with the range of float32 and 8 bits of precision."""
 
     name: ClassVar[str] = "bf16"
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    kind: ClassVar[str] = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class FP16(Plain):
     """16-bit IEEE floats: 11 bits of precision, largest value 65,504 (larger ones are stored as that)."""
 
     name: ClassVar[str] = "fp16"
-    dtype: ClassVar[torch.dtype] = torch.float16
+    kind: ClassVar[str] = "float16"
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        limit = torch.finfo(torch.float16).max
-        return (x.clamp(-limit, limit).to(torch.float16),)
+        return super().encode(x.clamp(-LARGEST_FP16, LARGEST_FP16))

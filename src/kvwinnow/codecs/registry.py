@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, cast
 
 from kvwinnow.codecs.base import Codec
 from kvwinnow.codecs.fp4 import FP4
@@ -13,10 +13,14 @@ from kvwinnow.codecs.plain import BF16, FP16, FP32
 from kvwinnow.errors import CodecError
 from kvwinnow.textform import parse_spec
 
+if TYPE_CHECKING:
+    import torch
+
 # A new number format is one file beside this one and one entry here.
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (FP32, BF16, FP16, FP8, Int8, Int4, FP4)}
 
-_OF_TORCH: dict[torch.dtype, type[Codec]] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+_OF_TORCH = {f"torch.{codec.kind}": codec for codec in (FP32, BF16, FP16)}
+"""The unquantised codecs by the dtype they store, as torch writes it."""
 
 
 def parse_codec(dtype: str | torch.dtype | Codec) -> Codec:
@@ -27,8 +31,9 @@ def parse_codec(dtype: str | torch.dtype | Codec) -> Codec:
     """
     if isinstance(dtype, Codec):
         return dtype
-    if isinstance(dtype, torch.dtype):
-        if dtype not in _OF_TORCH:
+    name = str(dtype)
+    if name.startswith("torch."):
+        if name not in _OF_TORCH:
             raise CodecError(f"dtype {dtype} is not one the cache stores; give dtype= one of {', '.join(CODECS)}")
-        return _OF_TORCH[dtype]()
-    return parse_spec(dtype, CODECS, kind="dtype", error=CodecError)
+        return _OF_TORCH[name]()
+    return parse_spec(cast(str, dtype), CODECS, kind="dtype", error=CodecError)

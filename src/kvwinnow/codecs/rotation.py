@@ -7,14 +7,18 @@ elements, where one scale per group serves them better (QuaRot, arXiv 2404.00456
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @functools.lru_cache(maxsize=32)
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """(size, size) float32, symmetric and orthonormal (Sylvester's construction); ``size`` is a power of two."""
+    import torch
+
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
@@ -29,4 +33,4 @@ def rotate(x: Tensor) -> Tensor:
     dim = x.shape[-1]
     size = dim & -dim
     blocks = x.float().reshape(*x.shape[:-1], dim // size, size)
-    return torch.matmul(blocks, _hadamard(size, x.device)).flatten(-2)
+    return (blocks @ _hadamard(size, x.device)).flatten(-2)

@@ -317,15 +317,3 @@ def _replace(target: Tensor, slot: Tensor, new: Tensor, where: Tensor | None) ->
     if where is not None:
         new = torch.where(where.unsqueeze(-1), new, target.gather(2, index))
     target.scatter_(2, index, new)
-
-
-def vectors_nbytes(
-    codec: Codec, shape: tuple[int, int, int, int], *, exact: int, centred: bool, dtype: torch.dtype
-) -> int:
-    """Bytes that ``Vectors.allocate`` takes with the same arguments; shared slots count like others."""
-    batch, heads, slots, dim = shape
-    exact = min(exact, slots) if codec.quantises else 0
-    slot_bytes = exact * dim * dtype.itemsize + (slots - exact) * codec.bytes_per_vector(dim)
-    mean_bytes = dim * torch.float32.itemsize if centred and codec.centres else 0
-    scale_bytes = torch.float32.itemsize if codec.scales else 0
-    return batch * heads * (slot_bytes + mean_bytes + scale_bytes)

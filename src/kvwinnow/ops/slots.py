@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvwinnow.codecs import Vectors
+from kvwinnow.codecs.vectors import Vectors
 
 
 @dataclass

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.budget import Budget, check_budget
 from kvwinnow.statistics import NONE, RUNNING, Kind, Statistics
 from kvwinnow.textform import show_spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -190,13 +192,15 @@ class Policy:
         Returns:
             (B, Hkv, S) bool. Padding and empty slots are never kept; equal scores keep the lower position.
         """
+        import torch
+
         device = view.positions.device
         ranges = [self.protected(row.budget) for row in lengths]
         sinks, recent = (_per_row(values, device) for values in zip(*ranges, strict=True))
         protected = (view.positions < sinks) | (view.positions > view.last - recent)
-        scores = self.score(view).float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        scores = self.score(view).float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         # Every occupied slot must rank above every empty one, hence the lowest finite number in place of -inf.
-        scores = scores.clamp(min=torch.finfo(torch.float32).min).masked_fill(protected, torch.inf)
+        scores = scores.clamp(min=torch.finfo(torch.float32).min).masked_fill(protected, math.inf)
         dropped = [max(0, row.kept - k) for row, k in zip(lengths, keep, strict=True)]
         if max(dropped) == 1:
             return all_but_lowest(scores, view.positions, torch.tensor(dropped, device=device) > 0)
@@ -288,9 +292,11 @@ def highest(scores: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         positions: (B, Hkv, S) int32, -1 = empty.
         keep: (B,) int64.
     """
+    import torch
+
     occupied = positions >= 0
     by_position = torch.argsort(positions, dim=-1, stable=True)
-    ranked = scores.masked_fill(~occupied, -torch.inf).gather(-1, by_position)
+    ranked = scores.masked_fill(~occupied, -math.inf).gather(-1, by_position)
     order = by_position.gather(-1, torch.argsort(ranked, dim=-1, stable=True, descending=True))
     stays = torch.arange(positions.shape[-1], device=positions.device) < keep.view(-1, 1, 1)
     return torch.zeros_like(occupied).scatter_(-1, order, stays.expand_as(order)) & occupied
@@ -305,7 +311,7 @@ def all_but_lowest(scores: Tensor, positions: Tensor, evict: Tensor) -> Tensor:
         evict: (B,) bool, whether the row loses a token.
     """
     occupied = positions >= 0
-    ranked = scores.masked_fill(~occupied, torch.inf)
+    ranked = scores.masked_fill(~occupied, math.inf)
     tied = occupied & (ranked == ranked.amin(-1, keepdim=True))
     victim = positions.masked_fill(~tied, -1).argmax(-1, keepdim=True)
     return occupied.scatter(-1, victim, occupied.gather(-1, victim) & ~evict.view(-1, 1, 1))
@@ -313,6 +319,8 @@ def all_but_lowest(scores: Tensor, positions: Tensor, evict: Tensor) -> Tensor:
 
 def _per_row(values: Sequence[int], device: torch.device) -> Tensor | int:
     """One number for each row, to meet (B, Hkv, S); a plain one where all rows agree, which costs no tensor."""
+    import torch
+
     return values[0] if len(set(values)) == 1 else torch.tensor(values, device=device).view(-1, 1, 1)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import Budgeted, LayerView, Lengths, Phase, Policy, Rolling
 from kvwinnow.policies.h2o import H2O
 from kvwinnow.policies.snapkv import SnapKV
 from kvwinnow.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PROMPT, _DECODE = SnapKV(), H2O(sinks=4)
 

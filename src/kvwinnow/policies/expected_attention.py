@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import Budgeted, LayerView, Phase
 from kvwinnow.statistics import NONE, QUERIES, Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,6 @@ class ExpectedAttention(Budgeted):
             logits = (keys @ mean[:, :, member].unsqueeze(-1)).squeeze(-1)
             if self.covariance:
                 logits += ((keys @ spread[:, :, member]) * keys).sum(-1) / 2
-            expected += logits.masked_fill_(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0)
+            expected += logits.masked_fill_(hidden, -math.inf).softmax(-1).nan_to_num_(0.0)
         expected /= mean.shape[2]
         return (expected + self.epsilon) * view.values().norm(dim=-1) if self.values else expected

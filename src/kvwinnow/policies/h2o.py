@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import LayerView, Phase, Rolling
 from kvwinnow.statistics import MASS, Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

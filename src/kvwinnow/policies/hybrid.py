@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import LayerView, Phase, Rolling
 from kvwinnow.policies.h2o import check_normalize, mass
 from kvwinnow.statistics import MASS, Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

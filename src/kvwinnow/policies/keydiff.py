@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.policies.base import Guarded, LayerView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class KeyDiff(Guarded):
     url: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
 
     def score(self, view: LayerView) -> Tensor:
+        import torch.nn.functional as F
+
         keys, held = view.keys(), (view.positions >= 0).unsqueeze(-1)
         # What lies in an empty slot is no key; it may be anything.
         directions = F.normalize(keys, dim=-1).masked_fill(~held, 0.0)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import Budgeted, LayerView, Phase
 from kvwinnow.statistics import NONE, WINDOW, Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class SnapKV(Budgeted):
         return self.sinks + self.window
 
     def score(self, view: LayerView) -> Tensor:
+        import torch.nn.functional as F
+
         # The window's own columns take no part in the pooling: a zero in their place equals the 'same' padding of
         # the pooled prefix, since weights are never negative. Empty slots lie behind them and hold zeros too.
         outside = (view.positions < 0) | (view.positions > view.last - self.window)

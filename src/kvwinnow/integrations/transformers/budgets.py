@@ -7,18 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvwinnow.cache.memory import GROWTH, LayerShape, layer_nbytes, prompt_nbytes, slots_for
+from kvwinnow.cache import memory
+from kvwinnow.cache.memory import LayerShape, PlannedLayer
 from kvwinnow.codecs import Codec
 from kvwinnow.errors import PolicyError
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen
 from kvwinnow.integrations.transformers.dtypes import codecs_in
-from kvwinnow.policies import Phase, Policy, SlidingWindow
-from kvwinnow.policies.budget import parse_size
-
-
-def sliding_budget(window: int) -> int:
-    """Tokens a sliding layer keeps: of a window that ends with the next token, all but that token."""
-    return max(1, window - 1)
+from kvwinnow.policies import Phase, Policy
 
 
 class Budgets:
@@ -33,8 +28,8 @@ class Budgets:
     def __init__(
         self, policy: Policy, codecs: tuple[Codec, Codec], shape: LayerShape, sliding: tuple[int | None, ...]
     ) -> None:
-        self.policy, self.codecs, self.shape, self.sliding = policy, codecs, shape, sliding
-        self.layers = [(codecs, shape)] * len(sliding)
+        self.policy, self.codecs, self.shape = policy, codecs, shape
+        self.layers = [PlannedLayer(shape, codecs, window) for window in sliding]
         self.reset()
 
     def reset(self) -> None:
@@ -54,8 +49,12 @@ class Budgets:
             own: whether keys, and values, are stored in that dtype.
         """
         self.layers = [
-            (codecs_in(self.codecs, own, (dtype, dtype)), dataclasses.replace(self.shape, dtype=dtype))
-            for dtype in dtypes
+            PlannedLayer(
+                dataclasses.replace(self.shape, itemsize=dtype.itemsize),
+                codecs_in(self.codecs, own, (dtype, dtype)),
+                layer.window,
+            )
+            for layer, dtype in zip(self.layers, dtypes, strict=True)
         ]
 
     def state(self) -> list[int] | None:
@@ -96,7 +95,8 @@ class Budgets:
         if phase is Phase.DECODE and self._current is not None:
             return self._current
         if isinstance(limit, str):
-            self._current = self._current or (self._tokens_in(limit, new.batch),) * new.batch
+            if self._current is None:
+                self._current = (memory.tokens_in(self.policy, self.layers, limit, batch=new.batch),) * new.batch
             return self._current
         if declared is None and seen.columns and not seen.ended:
             raise PolicyError(
@@ -104,61 +104,12 @@ class Budgets:
                 "feed it inside `with cache.prompt(length=n):`, or give the budget in tokens"
             )
         totals = declared or tuple(old + n for old, n in zip(seen.row_tokens(new.batch), new.tokens, strict=True))
-        least = self.policy.minimum()
-        # A hair more, so that 0.29 of 100 is 29 in spite of the float.
-        shares = (max(least, int(total * limit + 1e-9)) for total in totals)
+        shares = (memory.share_of(self.policy, limit, total) for total in totals)
         self._current = tuple(
             max(old, share) for old, share in zip(self._current or (0,) * new.batch, shares, strict=True)
         )
         return self._current
 
     def nbytes(self, tokens: int, batch: int, seen: int | None = None) -> int:
-        """Bytes the whole cache takes when every KV head is at its budget, right after the prompt.
-
-        Args:
-            tokens: the budget, for policies that divide it among the layers their mean.
-            batch: number of rows.
-            seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of
-                slots may come to at most.
-        """
-        total, policy, number = 0, self.policy, 0
-        sharing = self.sliding.count(None)
-        for window, (codecs, shape) in zip(self.sliding, self.layers, strict=True):
-            if window is not None:
-                total += _sliding_nbytes(window, codecs, shape, batch)
-                continue
-            kept = tokens
-            if policy.layered and seen is not None:
-                kept = min(seen, policy.layer_budget(tokens, layer=number, layers=sharing, seen=seen))
-            slots = slots_for(kept, policy.capacity(kept), codecs, shape.exact)
-            if policy.layered and seen is None:
-                # However the sum is divided, no layer has more than a step of slots beyond its part.
-                slots = kept + GROWTH
-            total += layer_nbytes(policy, codecs, shape, batch=batch, slots=slots)
-            total += prompt_nbytes(policy, shape, batch=batch)
-            number += 1
-        return total
-
-    def _tokens_in(self, size: str, batch: int) -> int:
-        """The largest budget in tokens whose cache fits into ``size``."""
-        limit, least = parse_size(size), self.policy.minimum()
-        needed = self.nbytes(least, batch)
-        if needed > limit:
-            raise PolicyError(
-                f"budget={size!r} ({limit:,} bytes) is too small: {self.policy.name} keeps at least {least} tokens per "
-                f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and "
-                "what is held of the prompt's queries included; give at least that"
-            )
-        low, high = least, least + limit  # no token takes less than a byte
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.nbytes(middle, batch) <= limit else (low, middle - 1)
-        return low
-
-
-def _sliding_nbytes(window: int, codecs: tuple[Codec, Codec], shape: LayerShape, batch: int) -> int:
-    """Bytes of a layer that keeps its own window, once that is full."""
-    budget = sliding_budget(window)
-    own = SlidingWindow(budget=budget)
-    slots = slots_for(budget, own.capacity(budget), codecs, shape.exact)
-    return layer_nbytes(own, codecs, shape, batch=batch, slots=slots)
+        """See ``memory.budget_nbytes``."""
+        return memory.budget_nbytes(self.policy, self.layers, tokens, batch=batch, seen=seen)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvwinnow.cache import LayerCache, Step
-from kvwinnow.cache.memory import LayerShape
+from kvwinnow.cache.memory import LayerShape, sliding_budget
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError, UnsupportedModelError
 from kvwinnow.integrations.transformers import attachment, mrope, saving
-from kvwinnow.integrations.transformers.budgets import Budgets, sliding_budget
+from kvwinnow.integrations.transformers.budgets import Budgets
 from kvwinnow.integrations.transformers.calls import NewTokens, Seen, check_call, check_trained_length
 from kvwinnow.integrations.transformers.dtypes import attention_dtype, codecs_in
 from kvwinnow.integrations.transformers.generation import Generation
@@ -114,7 +114,7 @@ class CompressedCache(CacheInterface):
         sinks, _ = policy.protected(1)
         self.exact = max(EXACT_SLOTS, sinks)
         super().__init__(layers=self._new_layers(ropes))
-        shape = LayerShape(structure.heads, structure.kv_heads, structure.dim, self.exact, model.dtype)
+        shape = LayerShape(structure.heads, structure.kv_heads, structure.dim, self.exact, model.dtype.itemsize)
         self.budgets = Budgets(policy, codecs, shape, structure.sliding)
         self._seen = Seen()
         self._step: Step | None = None
