@@ -16,6 +16,7 @@ from kvwinnow import __version__
 from kvwinnow.cli.demo import demo
 from kvwinnow.cli.doctor import doctor
 from kvwinnow.cli.generate import generate
+from kvwinnow.cli.plan import plan
 from kvwinnow.cli.policies import policies
 from kvwinnow.errors import KvwinnowError
 
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, policies, doctor):
+for command in (demo, generate, plan, policies, doctor):
     app.command()(command)
 
 

@@ -43,8 +43,8 @@ class Attention:
         """The part of one of ``gpus`` GPUs: its query heads, and the KV heads they need, one at least."""
         if self.heads % gpus or (self.kv_heads % gpus and gpus % self.kv_heads):
             raise KvwinnowError(
-                f"{gpus} GPUs cannot share a layer of {self.heads} query heads and {self.kv_heads} KV heads evenly; take a "
-                f"number of GPUs that divides the query heads and divides the KV heads or is a multiple of them"
+                f"{gpus} GPUs cannot share a layer of {self.heads} query heads and {self.kv_heads} KV heads evenly; "
+                "take a number that divides the query heads and divides the KV heads or is a multiple of them"
             )
         return dataclasses.replace(self, heads=self.heads // gpus, kv_heads=max(1, self.kv_heads // gpus))
 

@@ -69,7 +69,9 @@ def from_folder(folder: Path) -> Architecture:
         KvwinnowError: there is no config.json, or it cannot be read.
     """
     if not (folder / "config.json").is_file():
-        raise KvwinnowError(f"folder {str(folder)!r} holds no config.json, so it is no model; name another or a config.json")
+        raise KvwinnowError(
+            f"folder {str(folder)!r} holds no config.json, so it is no model; name another or a config.json"
+        )
     return from_file(folder / "config.json", name=folder.resolve().name)
 
 
@@ -86,7 +88,9 @@ def from_file(file: Path, *, name: str | None = None) -> Architecture:
     except ValueError as error:
         raise KvwinnowError(f"{str(file)!r} is no JSON ({error}); name the config.json of a model") from error
     if not isinstance(config, dict):
-        raise KvwinnowError(f"{str(file)!r} holds a {type(config).__name__} and no object; name the config.json of a model")
+        raise KvwinnowError(
+            f"{str(file)!r} holds a {type(config).__name__} and no object; name the config.json of a model"
+        )
     read = architecture(config, name=name or file.resolve().parent.name, source=str(file))
     lying = _checkpoint(file.parent)
     if lying is None:
@@ -158,7 +162,9 @@ def _cached(name: str) -> Path | None:
 @functools.cache
 def _names() -> dict[str, str]:
     """The key of ``FACTS`` by every plain name."""
-    names = {_plain(name): key for key, fact in FACTS.items() for name in (*fact.aliases, fact.source.rsplit("/", 1)[-1])}
+    names = {
+        _plain(name): key for key, fact in FACTS.items() for name in (*fact.aliases, fact.source.rsplit("/", 1)[-1])
+    }
     return names | {_plain(key): key for key in FACTS}
 
 

@@ -47,7 +47,10 @@ _ALIBI = {"bloom", "mpt"}
 # What the config class of a family does not write into config.json because it is its default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4096, "head_dim": 256},
-    "gemma3_text": {"sliding_window": 4096, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "max_position_embeddings": 131_072},
+    "gemma3_text": {
+        "sliding_window": 4096, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    },
     "qwen3_next": {"head_dim": 256},
 }  # fmt: skip
 
@@ -184,7 +187,8 @@ def _kinds(text: Config, kind: str, number: int, called: str, notes: list[str]) 
         return [str(what) for what in given]
     if text.get("attention_chunk_size") is not None:
         raise UnsupportedModelError(
-            f"{called} attends in chunks (attention_chunk_size), and its config does not say which layers do; add layer_types"
+            f"{called} attends in chunks (attention_chunk_size), and its config does not say which layers do; add "
+            "layer_types"
         )
     if kind == "qwen3_next" or "full_attention_interval" in text:
         interval = _number(text, "full_attention_interval") or 4
@@ -205,7 +209,8 @@ def _kinds(text: Config, kind: str, number: int, called: str, notes: list[str]) 
     if kind in _ALL_SLIDE:
         return ["sliding_attention"] * number
     notes.append(
-        f"the config gives a window of {text['sliding_window']:,} tokens and not which layers slide; all are counted whole"
+        f"the config gives a window of {text['sliding_window']:,} tokens and not which layers slide; all are counted "
+        "whole"
     )
     return ["full_attention"] * number
 
@@ -282,7 +287,7 @@ def _needed(config: Config, fields: tuple[str, ...], called: str) -> int:
     if value is None or value < 1:
         said = next((f"{field}={config[field]!r}" for field in fields if config.get(field) is not None), "none of them")
         raise KvwinnowError(
-            f"the config of {called} does not say {' or '.join(fields[:3])} as a positive whole number ({said}); is it the "
-            "config.json of a decoder model?"
+            f"the config of {called} does not say {' or '.join(fields[:3])} as a positive whole number ({said}); is it "
+            "the config.json of a decoder model?"
         )
     return value

@@ -184,7 +184,17 @@ FACTS: dict[str, Fact] = {
     "qwen3-235b-a22b": Fact(
         "Qwen3 235B-A22B",
         _decoder(
-            "qwen3_moe", 94, 4096, 12288, 64, 4, 151936, 40960, head_dim=128, num_experts=128, moe_intermediate_size=1536
+            "qwen3_moe",
+            94,
+            4096,
+            12288,
+            64,
+            4,
+            151936,
+            40960,
+            head_dim=128,
+            num_experts=128,
+            moe_intermediate_size=1536,
         ),
         235_093_634_560,
         _HUB + "Qwen/Qwen3-235B-A22B",

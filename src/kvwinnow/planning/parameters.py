@@ -21,7 +21,6 @@ class Family:
         norms: norms of a hidden state's width in each block.
         qk_norm: whether queries and keys have a norm each, of one head's width.
         embedded_norm: whether the token embeddings have a norm.
-        final_norm: whether the last hidden state has one.
         learned: positions that are embedded beyond the trained length; None: positions are no embeddings.
         tied: whether the language head is the token embedding, where the config does not say.
     """
@@ -73,9 +72,11 @@ def count(config: Config, layers: tuple[Layer, ...], hidden: int) -> Parameters 
     vocabulary = config.get("vocab_size")
     if family is None or not isinstance(vocabulary, int):
         return None
-    if kind == "opt" and (config.get("word_embed_proj_dim", hidden) != hidden or not config.get("do_layer_norm_before", True)):
+    if kind == "opt" and (
+        config.get("word_embed_proj_dim", hidden) != hidden or not config.get("do_layer_norm_before", True)
+    ):
         return None
-    biases = {part for part in family.biases}
+    biases = set(family.biases)
     biases |= {"qkv", "out"} if config.get("attention_bias", kind == "gpt_oss") and kind != "gpt_neox" else set()
     biases |= {"mlp"} if config.get("mlp_bias") else set()
     if kind == "falcon":

@@ -46,7 +46,9 @@ def weights_bytes(parameters: Parameters, name: str) -> int:
     if form is None:
         raise KvwinnowError(f"weights dtype {name!r} is unknown; known are {', '.join(FORMATS)}")
     if form.covers == "experts" and not parameters.experts:
-        raise KvwinnowError(f"weights dtype {name} quantises routed experts, and this model has none; take int4 or nvfp4")
+        raise KvwinnowError(
+            f"weights dtype {name} quantises routed experts, and this model has none; take int4 or nvfp4"
+        )
     covered = {
         "all": parameters.total,
         "linear": parameters.total - parameters.embeddings,
