@@ -23,7 +23,7 @@ def plan(
         list[str] | None,
         typer.Option(help="Tokens of the prompt: 4096, 128k, 1M. May be given several times.  [default: as trained]"),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts that are read together.")] = 1,
+    batch: Annotated[str, typer.Option(help="Prompts that are read together.")] = "1",
     gpu: Annotated[
         str | None,
         typer.Option(help="Such as H100-80GB, H100-80GBx8, 24GB or 2x48GiB.", show_default=False),
@@ -50,7 +50,7 @@ def plan(
     prefill_chunk: Annotated[
         str, typer.Option(help="Tokens of the prompt that are read at once; none: the whole prompt.")
     ] = "2k",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of vLLM's cache.")] = 16,
+    block_size: Annotated[str, typer.Option(help="Tokens in a block of vLLM's cache.")] = "16",
     overhead: Annotated[
         str, typer.Option(help="Of each GPU, kept free of weights and cache: a share or a size such as 2GiB.")
     ] = "10%",

@@ -27,6 +27,10 @@ class Attention:
     head_dim: int
     window: int | None = None
 
+    def __str__(self) -> str:
+        kind = "full attention" if self.window is None else f"sliding attention, window {self.window:,}"
+        return f"{kind}, {self.heads} query heads, {self.kv_heads} KV heads of {self.head_dim}"
+
     def tokens(self, context: int) -> int:
         """Tokens that are cached after ``context``."""
         return context if self.window is None else min(context, self.window)
@@ -63,6 +67,9 @@ class Latent:
     rank: int
     rope_dim: int
 
+    def __str__(self) -> str:
+        return f"MLA, {self.heads} query heads, one latent of {self.rank} + {self.rope_dim}"
+
     def tokens(self, context: int) -> int:
         """Tokens that are cached after ``context``."""
         return context
@@ -97,6 +104,9 @@ class State:
     heads: int
     elements: int
     float32: int
+
+    def __str__(self) -> str:
+        return f"linear attention, a state of {self.heads} heads"
 
     def tokens(self, context: int) -> int:
         """Tokens that are cached after ``context``: none."""

@@ -97,8 +97,10 @@ Cache = FullCache | CompressedCachePlan
 
 
 def with_budget(policy: Policy, tokens: int) -> Policy:
-    """The policy with a budget of that many tokens."""
-    return dataclasses.replace(policy, budget=tokens)  # type: ignore[call-arg]  # every limited policy has one
+    """A policy that has a budget, with one of that many tokens; policies within it share it."""
+    values = ((field.name, getattr(policy, field.name)) for field in dataclasses.fields(policy))
+    inner = {name: with_budget(value, tokens) for name, value in values if getattr(value, "limit", None) is not None}
+    return dataclasses.replace(policy, budget=tokens, **inner)  # type: ignore[call-arg]  # whose type is not known here
 
 
 def unserved(architecture: Architecture) -> str | None:

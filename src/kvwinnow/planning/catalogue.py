@@ -36,15 +36,10 @@ def find(name: str) -> Architecture:
     if not name.strip():
         raise KvwinnowError("the model's name is empty; name a folder, a config.json or a model, such as llama-3.1-8b")
     path = Path(os.path.expanduser(name))
-    try:
-        if path.is_dir():
-            return from_folder(path)
-        if path.is_file():
-            return from_file(path)
-    except ValueError as error:
-        if isinstance(error, KvwinnowError):
-            raise
-        raise KvwinnowError(f"model {name!r} is no path ({error}); name a folder or a model") from error
+    if path.is_dir():
+        return from_folder(path)
+    if path.is_file():
+        return from_file(path)
     cached = _cached(name)  # what lies here is the model; a built-in one is our knowledge of it
     if cached is not None:
         return from_file(cached, name=name)

@@ -32,6 +32,7 @@ _FOREIGN = {
     "block_types": "recurrent layers",
     "layers_block_type": "recurrent layers",
     "attention_hidden_size": "recurrent layers",
+    "conv_L_cache": "convolution layers",
     "cross_attention_layers": "cross-attention layers",
     "global_head_dim": "layers of different head dimensions",
     "block_configs": "layers of different shapes",

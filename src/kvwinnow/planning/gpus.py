@@ -101,8 +101,10 @@ def parse_gpu(text: str) -> GPU:
     try:
         return GPU(match["name"], parse_size(match["name"]), count, "as given")
     except PolicyError:
-        near = difflib.get_close_matches(_plain(match["name"]), known, n=4, cutoff=0.5)
-        meant = list(dict.fromkeys(known[close] for close in near))[:2]
+        plain = _plain(match["name"])
+        begin = [other for other in known if plain and other.startswith(plain)]
+        near = [] if plain[:1].isdigit() else difflib.get_close_matches(plain, known, n=4, cutoff=0.6)
+        meant = list(dict.fromkeys(known[close] for close in begin or near))[:2]
         hint = f"did you mean {' or '.join(meant)}? Known are" if meant else "known are"
         raise KvwinnowError(
             f"GPU {text!r} is unknown; {hint} {', '.join(GPUS)}, and sizes such as 24GB or 2x48GiB"

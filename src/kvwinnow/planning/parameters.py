@@ -156,9 +156,8 @@ def _mlp(config: Config, kind: str, family: Family, biases: set[str], hidden: in
     width = int(config.get("moe_intermediate_size") or inner)
     each = dense(width)
     router = hidden * experts
-    if kind == "gpt_oss":  # its experts and its router have biases
-        each += 2 * width + hidden
-        router += experts
+    if kind == "gpt_oss":  # its experts and its router have biases, which stay at 16 bits
+        router += experts + experts * (2 * width + hidden)
     shared = 0
     if kind == "deepseek_v3":
         shared = dense(width * int(config.get("n_shared_experts") or 0))

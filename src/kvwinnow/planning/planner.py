@@ -48,12 +48,13 @@ class ModelPlan:
     Attributes:
         name: as the planner calls it.
         source: where its facts are from.
-        layers: number of layers, by kind: "full", "sliding", "latent" and "state".
+        layers: how many layers cache what, such as "full attention, 32 query heads, 8 KV heads of 128".
         dtype: in which it computes.
         trained: tokens it was trained to; None: not stated.
         bytes_per_token: of an uncompressed cache, while no window is full.
         bytes_per_late_token: by which it grows once all windows are full.
         state_bytes: of a sequence, whatever its length.
+        unserved: why kvwinnow's cache does not serve it; None: nothing is known against it.
         notes: what a reader of the figures should know.
     """
 
@@ -65,6 +66,7 @@ class ModelPlan:
     bytes_per_token: int
     bytes_per_late_token: int
     state_bytes: int
+    unserved: str | None
     notes: tuple[str, ...]
 
 
@@ -108,6 +110,7 @@ class ContextPlan:
         needed_per_gpu: the most that the cache asked for takes of one GPU; of the full cache its blocks.
         fits: whether that is no more than is free; None: no GPU was named.
         requests: how many requests of one row fit at once; None: no GPU was named.
+        beyond_trained: whether this is more than the model was trained to.
     """
 
     context: int
@@ -122,6 +125,7 @@ class ContextPlan:
     needed_per_gpu: int
     fits: bool | None
     requests: int | None
+    beyond_trained: bool
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ def plan(  # noqa: PLR0913 - each is one thing that a user may ask
     model: str | os.PathLike[str] | Mapping[str, Any] | ConfigLike | Architecture,
     *,
     context: int | str | Iterable[int | str] | None = None,
-    batch: int = 1,
+    batch: int | str = 1,
     gpu: str | GPU | None = None,
     policy: str | Policy | None = None,
     dtype: str | Codec | None = None,
@@ -211,7 +215,7 @@ def plan(  # noqa: PLR0913 - each is one thing that a user may ask
     parameters: int | str | None = None,
     new: int | str = 0,
     chunk: int | str | None = CHUNK,
-    block: int = BLOCK,
+    block: int | str = BLOCK,
     overhead: float | str = OVERHEAD,
     fit: bool = False,
 ) -> Plan:
@@ -245,7 +249,7 @@ def plan(  # noqa: PLR0913 - each is one thing that a user may ask
         total = parse_parameters(parameters)
         small = Parameters(total, min(known.embeddings, total), min(known.experts, total))
         architecture = dataclasses.replace(architecture, parameters=small, checkpoint=None)
-    load = Load(_positive("batch", batch), 0 if new in (0, "0") else parse_tokens(new), _chunk(chunk))
+    load = Load(_positive("batch", batch), 0 if new in (0, "0") else parse_tokens(new, "new tokens"), _chunk(chunk))
     machine = parse_gpu(gpu) if isinstance(gpu, str) else gpu
     gpus = 1 if machine is None else machine.count
     full = FullCache(architecture, gpus, _positive("block", block))
@@ -330,13 +334,14 @@ def _contexts(asked: int | str | Iterable[int | str] | None, architecture: Archi
 def _chunk(asked: int | str | None) -> int | None:
     if asked is None or (isinstance(asked, str) and asked.strip().lower() == "none"):
         return None
-    return parse_tokens(asked)
+    return parse_tokens(asked, "prefill chunk")
 
 
-def _positive(what: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _positive(what: str, value: int | str) -> int:
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise KvwinnowError(f"{what}={value!r} must be a whole number, 1 or more")
-    return value
+    return number
 
 
 def _weights(architecture: Architecture, asked: str | None) -> tuple[str | None, int | None]:
@@ -365,9 +370,7 @@ def _gpu(architecture: Architecture, gpu: GPU, overhead: float | str, weights: i
 def _model(architecture: Architecture) -> ModelPlan:
     kinds: dict[str, int] = {}
     for layer in architecture.layers:
-        name = {"Attention": "full", "Latent": "latent", "State": "state"}[type(layer).__name__]
-        name = "sliding" if getattr(layer, "window", None) is not None else name
-        kinds[name] = kinds.get(name, 0) + 1
+        kinds[str(layer)] = kinds.get(str(layer), 0) + 1
     return ModelPlan(
         name=architecture.name,
         source=architecture.source,
@@ -377,6 +380,7 @@ def _model(architecture: Architecture) -> ModelPlan:
         bytes_per_token=architecture.bytes_per_token,
         bytes_per_late_token=architecture.bytes_per_late_token,
         state_bytes=architecture.state_bytes,
+        unserved=unserved(architecture),
         notes=architecture.notes,
     )
 
@@ -399,6 +403,7 @@ def _at(context: int, full: FullCache, cache: CompressedCachePlan | None, load: 
         needed_per_gpu=needed,
         fits=None if free is None else needed <= free,
         requests=None if free is None else _requests(wanted, context, load, free),
+        beyond_trained=context + new > (full.architecture.trained or context + new),
     )
 
 

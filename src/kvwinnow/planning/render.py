@@ -17,24 +17,20 @@ from kvwinnow.planning.planner import ContextPlan, Fit, GPUPlan, Plan
 from kvwinnow.planning.units import show_tokens
 from kvwinnow.policies import parse
 
-_KINDS = {
-    "full": "full attention",
-    "sliding": "sliding attention",
-    "latent": "MLA latents",
-    "state": "linear-attention state",
-}
-
 
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
-    for part in _parts(plan):
-        console.print(part, highlight=False, markup=False, soft_wrap=False)
+    for number, part in enumerate(_parts(plan)):
+        if number:
+            console.print()
+        console.print(part, highlight=False, markup=False)
 
 
 def show_catalogue(console: Console) -> None:
     """Print the built-in models and GPUs."""
     for table in (_models(), _gpus()):
         console.print(table)
+        console.print()
     console.print("GB = 10^9 bytes, GiB = 2^30 bytes. Names may be written in any case, with or without -Instruct.")
 
 
@@ -51,10 +47,10 @@ def _parts(plan: Plan) -> Iterator[ConsoleRenderable | RichCast | str]:
 
 def _head(plan: Plan) -> str:
     model = plan.model
-    number = ", ".join(f"{count} of {_KINDS[kind]}" for kind, count in model.layers.items())
+    layers = "; ".join(f"{count} layers of {what}" for what, count in model.layers.items())
     lines = [
-        f"{model.name}: {sum(model.layers.values())} layers that cache ({number}), computes in {model.dtype}"
-        + (f", trained to {show_tokens(model.trained)} tokens" if model.trained else "")
+        f"{model.name}: {layers}",
+        f"Computes in {model.dtype}" + (f", trained to {show_tokens(model.trained)} tokens" if model.trained else ""),
     ]
     per_token = f"Full cache: {model.bytes_per_token:,} bytes a token ({model.bytes_per_token / 1024:,.4g} KiB)"
     if model.bytes_per_late_token != model.bytes_per_token:
@@ -63,6 +59,10 @@ def _head(plan: Plan) -> str:
         per_token += f", and {model.state_bytes:,} bytes of states, whatever the length"
     lines.append(per_token)
     lines.extend(f"Note: {note}" for note in model.notes)
+    if model.unserved:
+        lines.append(
+            f"Note: kvwinnow's cache does not serve this model: {model.unserved}; sizes of the full cache only"
+        )
     lines.append(f"Source: {model.source}" if model.source else "")
     return "\n".join(filter(None, lines))
 
@@ -115,7 +115,9 @@ def _gpu(plan: Plan, gpu: GPUPlan) -> Table:
 
 def _fits(plan: Plan) -> Table:
     cache = "full cache" if plan.policy is None else f"{_policy(plan.policy)}, {_dtypes(plan.k_dtype, plan.v_dtype)}"
-    table = Table(box=box.SIMPLE_HEAD, title=f"Does it fit? {cache}", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"Does it fit? {cache}", title_justify="left"
+    )
     table.add_column("context")
     table.add_column("rows", justify="right")
     for heading in ("needs of a GPU, GB", "GiB"):
@@ -139,7 +141,11 @@ def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
         gpus = "none up to 64 of these GPUs" if at.gpus_for_full is None else f"{at.gpus_for_full} of these GPUs"
         lines.append(f"{show_tokens(at.context)} tokens with the full cache, weights divided: {gpus}")
     yield "\n".join(lines)
-    table = Table(box=box.SIMPLE_HEAD, title="What fits on what there is", title_justify="left")
+    if plan.model.unserved:
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="What fits on what there is", title_justify="left"
+    )
     table.add_column("context")
     table.add_column("stored as")
     table.add_column("policy")
@@ -171,11 +177,14 @@ def _feet(plan: Plan) -> str:
         if plan.policy is not None
         else ""
     )
-    return "\n".join(filter(None, (f"{plan.units}.", counted)))
+    beyond = [show_tokens(at.context) for at in plan.contexts if at.beyond_trained]
+    trained = show_tokens(plan.model.trained or 0)
+    note = f"Note: {', '.join(beyond)}: more than the {trained} tokens that the model was trained to." if beyond else ""
+    return "\n".join(filter(None, (note, f"{plan.units}.", counted)))
 
 
 def _models() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Models", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="Models", title_justify="left")
     table.add_column("name", no_wrap=True)
     for heading in ("layers", "KV heads", "head dim", "bytes a token", "once windows are full", "parameters"):
         table.add_column(heading, justify="right")
@@ -198,7 +207,13 @@ def _models() -> Table:
 
 
 def _gpus() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="GPUs, in what their drivers report", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        title="GPUs, in what their drivers report",
+        title_justify="left",
+    )
     table.add_column("name", no_wrap=True)
     table.add_column("GB", justify="right")
     table.add_column("GiB", justify="right")
@@ -209,7 +224,7 @@ def _gpus() -> Table:
 
 
 def _table(title: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=title or None, title_justify="left")
     table.add_column("")
     table.add_column("GB", justify="right")
     table.add_column("GiB", justify="right")

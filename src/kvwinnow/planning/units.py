@@ -16,13 +16,17 @@ _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"(\d[\d,_]*(?:\.\d+)?)\s*([A-Za-z]?)")
 
 
-def parse_tokens(text: int | str) -> int:
+def parse_tokens(text: int | str, what: str = "context") -> int:
     """A number of tokens: 4096, "4096", "128k" (1k = 1,024) or "1M" (1,048,576).
+
+    Args:
+        text: the number.
+        what: it is, for the complaint.
 
     Raises:
         KvwinnowError: something else, or less than 1.
     """
-    return _scaled(text, _TOKENS, "context", "a whole number of tokens, 1 or more, such as 4096, 128k or 1M")
+    return _scaled(text, _TOKENS, what, "a whole number of tokens, 1 or more, such as 4096, 128k or 1M")
 
 
 def parse_parameters(text: int | str) -> int:
