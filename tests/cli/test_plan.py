@@ -84,7 +84,7 @@ def test_every_size_has_both_units(run: Callable[..., Ran]) -> None:
     asked = ("--context", "8k,32k", "--context", "128k", "--gpu", "L4", "--fit", "--kv-dtype", "int8")
     ran = run("plan", "gemma-3-4b", *asked)
     assert ran.code == 0
-    for heading in ("GB GiB", "needs of a GPU, GB GiB"):
+    for heading in ("GB GiB", "needs of each GPU, GB GiB"):
         assert heading in words(ran.out)
     for context in ("8k", "32k", "128k"):
         assert f"{context} tokens: full cache" in ran.out
@@ -131,7 +131,7 @@ def test_the_list(run: Callable[..., Ran]) -> None:
     ran = run("plan", "--list")
     assert ran.code == 0
     for name in (*FACTS, *GPUS):
-        assert f" {name} " in ran.out
+        assert f"\n{name} " in ran.out
 
 
 # name: (arguments; TMP is a folder of files), parts of the sentence

@@ -120,7 +120,7 @@ def _fits(plan: Plan) -> Table:
     )
     table.add_column("context")
     table.add_column("rows", justify="right")
-    for heading in ("needs of a GPU, GB", "GiB"):
+    for heading in ("needs of each GPU, GB", "GiB"):
         table.add_column(heading, justify="right")
     table.add_column("fits")
     table.add_column("requests of one row at once", justify="right")
@@ -149,7 +149,7 @@ def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
     table.add_column("context")
     table.add_column("stored as")
     table.add_column("policy")
-    for heading in ("tokens per KV head", "of the prompt", "needs of a GPU, GB", "GiB"):
+    for heading in ("tokens per KV head", "of the prompt", "needs of each GPU, GB", "GiB"):
         table.add_column(heading, justify="right")
     for at in fit.contexts:
         for option in at.options:
@@ -180,7 +180,13 @@ def _feet(plan: Plan) -> str:
     beyond = [show_tokens(at.context) for at in plan.contexts if at.beyond_trained]
     trained = show_tokens(plan.model.trained or 0)
     note = f"Note: {', '.join(beyond)}: more than the {trained} tokens that the model was trained to." if beyond else ""
-    return "\n".join(filter(None, (note, f"{plan.units}.", counted)))
+    shared = plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1
+    untried = (
+        "Note: kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs."
+        if shared
+        else ""
+    )
+    return "\n".join(filter(None, (note, untried, f"{plan.units}.", counted)))
 
 
 def _models() -> Table:
