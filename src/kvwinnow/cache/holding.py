@@ -182,8 +182,9 @@ class Holding:
         first, stop = self._shared()
         edge = max(self._least(), stop)
         held = slots.positions[:, :, edge:] >= 0
-        target = stop - first + self._slots_for(self._own_tokens())
-        target = max(target, edge + int(held.sum(-1).max()) if held.numel() else edge)
+        own = self._own_tokens()
+        # The first slots stay where they are, filled or not; what lies after them may be all that is held.
+        target = max(stop - first + self._slots_for(own), edge + own)
         if slots.positions.shape[2] - target >= GROWTH:
             order = (~held).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : target - edge] + edge
             self._resize(target, order)

@@ -286,7 +286,7 @@ def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prom
         done += 1
         before, kept = kept + 1, kept_of(Phase.DECODE, prompt + done, kept + 1)
         if before - kept >= GROWTH:
-            fitting = slots_for(kept, bound, layer.codecs, exact)
+            fitting = max(slots_for(kept, bound, layer.codecs, exact), least_slots(layer.codecs, exact) + kept)
             slots = fitting if slots - fitting >= GROWTH else slots
         if kept < before:
             if (kept, slots) in after_cut:  # from here on it goes round in circles

@@ -1,0 +1,64 @@
+"""For every family, policy and codec: each layer's bytes, told before the cache exists, are those of the real cache."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from kvwinnow import CompressedCache
+from kvwinnow.cache.memory import PlannedLayer, layers_nbytes
+from kvwinnow.codecs import CODECS
+from kvwinnow.errors import UnsupportedModelError
+from tests.integrations.test_memory import DTYPES
+from tests.models import KINDS, shown, tiny_model, tiny_tokens
+from tests.running import FULL_WIDTH, logits
+
+pytestmark = pytest.mark.filterwarnings("ignore:all layers of this model see the latest:UserWarning")
+
+POLICIES = {
+    **FULL_WIDTH,
+    "pyramid": "pyramidkv:budget=24,window=8,beta=5",
+    "compose-pyramid": "compose:budget=24,prompt=pyramidkv(window=8),decode=tova(evict_every=7)",
+    "compose-late": "compose:budget=24,prompt=full,decode=h2o",
+    "share": "h2o:budget=0.3",
+    "bytes": "streamingllm:budget=24KiB",
+}
+MOMENTS = (0, 1, 6)
+
+
+def check(cache: CompressedCache, model: Any, prompt: int, rows: int) -> None:
+    """Right after the prompt and at some moments of decoding, layer by layer."""
+    planned: list[PlannedLayer] = []
+    for step in range(max(MOMENTS) + 1):
+        columns = 1 if step else prompt
+        logits(model, tiny_tokens(*[columns] * rows, seed=step)[0], cache)
+        planned = planned or cache.budgets.layers
+        if step in MOMENTS:
+            foretold = layers_nbytes(cache.policy, planned, batch=rows, prompt=prompt, new=step)
+            assert foretold == tuple(layer.nbytes() for layer in cache.layers), step  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("kind", KINDS, ids=shown)
+def test_every_family_under_every_policy_takes_the_bytes_foretold(kind: str, policy: str) -> None:
+    dtypes = list(DTYPES.values())
+    number = list(KINDS).index(kind) + list(POLICIES.values()).index(policy)
+    model = tiny_model(kind, dim=32)
+    if number % 3 == 0:
+        model = model.to(torch.bfloat16)
+    try:
+        cache = CompressedCache(model, policy, **dtypes[number % len(dtypes)])
+    except UnsupportedModelError:
+        assert policy.startswith("expected")  # a family whose rotation it cannot undo
+        return
+    check(cache, model, (60, 60, 7)[number % 3], 1 + number % 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(("k", "v"), list(itertools.product(CODECS, repeat=2)))
+def test_every_pair_of_codecs_takes_the_bytes_foretold(k: str, v: str, policy: str) -> None:
+    model = tiny_model(dim=32)
+    check(CompressedCache(model, policy, k_dtype=k, v_dtype=v), model, 50, 1)
