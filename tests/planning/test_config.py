@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvwinnow.errors import KvwinnowError, UnsupportedModelError
 from kvwinnow.integrations.transformers.structure import inspect_model
@@ -123,7 +125,9 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     model = OTHERS[name]()
     found = architecture(model.config.to_dict()).parameters
     assert found is not None
-    assert found.total == parameters(model)
+    # A bias of DeepSeek's routers is stored with the weights, though no parameter to torch.
+    biases = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert found.total == parameters(model) + biases
 
 
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
@@ -279,9 +283,12 @@ def test_the_trained_length_is_the_stretched_one(rope: dict[str, Any] | None, tr
         ({"hidden_size": None}, ("hidden_size", "n_embd")),
         ({"num_hidden_layers": "two"}, ("num_hidden_layers", "'two'")),
         ({"num_hidden_layers": -1}, ("num_hidden_layers", "-1")),
+        ({"num_key_value_heads": "2"}, ("num_key_value_heads='2'", "1 or more")),
+        ({"num_key_value_heads": 3}, ("4 heads", "3 KV heads")),
+        ({"head_dim": 0}, ("head_dim=0", "1 or more")),
         ({"num_attention_heads": True}, ("num_attention_heads", "True")),
         ({"num_attention_heads": 5}, ("head_dim", "5 heads", "64")),
-        ({"layer_types": ["full_attention"]}, ("1 layers", "layer_types")),
+        ({"layer_types": ["full_attention"]}, ("2 layers", "layer_types=['full_attention']")),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding_window",)),
         ({"layer_types": ["full_attention", "linear_attention"]}, ("linear_num_key_heads",)),
         ({"kv_lora_rank": 16}, ("qk_rope_head_dim",)),
@@ -323,6 +330,48 @@ def test_layers_whose_memory_cannot_be_told_are_refused(fields: dict[str, Any], 
 def test_families_with_other_layers_are_refused(config: str) -> None:
     with pytest.raises(UnsupportedModelError):
         architecture(getattr(transformers, f"{config}Config")().to_dict())
+
+
+FIELDS = (
+    *LLAMA,
+    *("num_key_value_heads", "head_dim", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("sliding_window_pattern", "kv_lora_rank", "qk_rope_head_dim", "rope_scaling", "torch_dtype", "alibi"),
+    *("max_position_embeddings", "quantization_config", "text_config", "attn_config", "multi_query", "num_experts"),
+    *("num_local_experts", "moe_intermediate_size", "linear_num_key_heads", "decoder_sparse_step"),
+    *("full_attention_interval", "num_kv_shared_layers", "mlp_only_layers", "tie_word_embeddings"),
+)
+KIND_NAMES = (
+    *(
+        "llama",
+        "mixtral",
+        "qwen3_moe",
+        "gpt_oss",
+        "deepseek_v3",
+        "qwen3_next",
+        "falcon",
+        "mpt",
+        "gemma3",
+        "opt",
+        "cohere2",
+    ),
+    "?",
+)
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.floats(-2, 40), st.text(max_size=3), st.just({}),
+    st.sampled_from([[], [1], ["full_attention", "sliding_attention"], {"rope_type": "yarn", "factor": "x"}]),
+    st.sampled_from([{"type": "linear", "factor": 2.5}, {"full_attention": {"rope_type": [1]}}, {"bits": [4]}, LLAMA]),
+)  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6), st.sampled_from(KIND_NAMES))
+def test_whatever_a_config_holds_it_is_read_or_refused(fields: dict[str, Any], kind: str) -> None:
+    try:
+        found = architecture({**LLAMA, **SLIDING, "model_type": kind, **fields})
+    except KvwinnowError:
+        return
+    assert found.cache_bytes(10) >= 0
+    assert found.parameters is None or found.parameters.total > 0
 
 
 # -- folders ---------------------------------------------------------------------------------------

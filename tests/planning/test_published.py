@@ -124,6 +124,8 @@ RIGHT = [
     Figure("Llama 3.1 70B, fp16 weights", "141.1", GB, lambda: weights("llama-3.1-70b", "fp16"), "gigagpu.com"),
     Figure("Llama 3.1 70B, AWQ int4 weights", "39.8", GB, lambda: weights("llama-3.1-70b", "int4"),
            "the files of hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4, from memory"),
+    Figure("Llama 3.1 70B, fp8 weights", "72.7", GB, lambda: weights("llama-3.1-70b", "fp8"),
+           "safetensors of an FP8 checkpoint: BF16 2,109,382,656, F8_E4M3 68,451,041,280"),
     Figure("gpt-oss 120B, checkpoint", "60.8", GIB, lambda: weights("gpt-oss-120b"), GPT_OSS),
     Figure("gpt-oss 20B, checkpoint", "12.8", GIB, lambda: weights("gpt-oss-20b"), GPT_OSS),
     Figure("gpt-oss 120B, parameters", "116.83", BILLION, lambda: weights("gpt-oss-120b", "bf16") / 2, GPT_OSS),

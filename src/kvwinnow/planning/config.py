@@ -87,10 +87,14 @@ def architecture(config: Config, *, name: str = "", source: str = "") -> Archite
         unserved: str | None = "its layers cache MLA latents, one vector for all heads"
     else:
         kv_heads, dim = _kv_heads(text, kind, heads), _head_dim(text, heads, hidden, called)
+        if heads % kv_heads:
+            raise KvwinnowError(
+                f"the config of {called} has {heads} heads and {kv_heads} KV heads, which must divide them"
+            )
         full = Attention(heads, kv_heads, dim)
         layers = tuple(_layer(text, full, what, trained, called) for what in _kinds(text, kind, number, called, notes))
         unserved = _unserved(text, kind, layers)
-        shared = _number(text, "num_kv_shared_layers") or 0
+        shared = _number(text, "num_kv_shared_layers", least=0) or 0
         if shared:  # the upper layers read what a lower one cached
             layers, unserved = layers[: number - shared], "its upper layers share the keys and values of lower ones"
     dtype = _DTYPES.get(str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")).split(".")[-1])
@@ -114,13 +118,14 @@ def trained_length(config: Config) -> int | None:
     stated = next((config[key] for key in _TRAINED if _is_number(config.get(key))), None)
     if stated is None or str(config.get("model_type")).startswith("gemma3"):  # they state the stretched length
         return stated
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
     lengths = [int(stated)]
-    for part in parts:
-        if (part.get("rope_type") or part.get("type")) in ("linear", "dynamic", "yarn"):
-            original = part.get("original_max_position_embeddings") or stated
-            lengths.append(int(original * (part.get("factor") or 1.0)))
+    for part in [part for part in rope.values() if isinstance(part, Mapping)] or [rope]:
+        factor = part.get("factor")
+        if str(part.get("rope_type") or part.get("type")) in ("linear", "dynamic", "yarn"):
+            original = _number(part, "original_max_position_embeddings") or stated
+            lengths.append(int(original * factor) if isinstance(factor, int | float) else int(original))
     return max(lengths)
 
 
@@ -180,10 +185,11 @@ def _head_dim(text: Config, heads: int, hidden: int, called: str) -> int:
 def _kinds(text: Config, kind: str, number: int, called: str, notes: list[str]) -> list[str]:
     """The type of each layer in transformers' words."""
     given = text.get("layer_types")
-    if isinstance(given, list | tuple) and given:
-        if len(given) != number:
+    if given is not None:
+        if not isinstance(given, list | tuple) or len(given) != number:
             raise KvwinnowError(
-                f"the config of {called} names the types of {len(given)} layers and has {number}; correct layer_types"
+                f"the config of {called} has {number} layers and layer_types={given!r}, which must name the type "
+                "of each; correct it"
             )
         return [str(what) for what in given]
     if text.get("attention_chunk_size") is not None:
@@ -194,18 +200,19 @@ def _kinds(text: Config, kind: str, number: int, called: str, notes: list[str]) 
     if kind == "qwen3_next" or "full_attention_interval" in text:
         interval = _number(text, "full_attention_interval") or 4
         return _spread(number, interval, "linear_attention")
-    if text.get("use_sliding_window") is False or _number(text, "sliding_window") is None:
+    if text.get("use_sliding_window") is False or (_number(text, "sliding_window", least=-1) or 0) < 1:
         return ["full_attention"] * number
     if kind in _EVERY_OTHER:
         return _spread(number, 2, "sliding_attention")
-    pattern = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", _PATTERN.get(kind)))
-    if isinstance(pattern, str):  # such as LLLG
+    pattern = text.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:  # such as LLLG
         marks = [pattern[index % len(pattern)] for index in range(number)]
         return ["sliding_attention" if mark == "L" else "full_attention" for mark in marks]
-    if pattern:
-        return _spread(number, int(pattern), "sliding_attention")
-    if _number(text, "max_window_layers") is not None and text.get("use_sliding_window"):
-        first = int(text["max_window_layers"])
+    every = _number(text, "sliding_window_pattern", "_sliding_window_pattern") or _PATTERN.get(kind)
+    if every is not None:
+        return _spread(number, every, "sliding_attention")
+    first = _number(text, "max_window_layers", least=0)
+    if first is not None and text.get("use_sliding_window"):
         return ["sliding_attention" if index >= first else "full_attention" for index in range(number)]
     if kind in _ALL_SLIDE:
         return ["sliding_attention"] * number
@@ -252,7 +259,7 @@ def _unserved(text: Config, kind: str, layers: tuple[Layer, ...]) -> str | None:
     alibi = text.get("alibi", inner.get("alibi", True) if isinstance(inner, Mapping) else kind in _ALIBI)
     if alibi:
         return "its attention has a bias by distance (ALiBi)"
-    if "chunked_attention" in (text.get("layer_types") or ()):
+    if "chunked_attention" in text.get("layer_types", ()):
         return "some of its layers attend in chunks"
     return None
 
@@ -261,21 +268,28 @@ def _weights(quantised: Any, dtype: str, notes: list[str]) -> str | None:
     """The format a checkpoint is stored in; None: not one that is known here."""
     if not isinstance(quantised, Mapping):
         return dtype
-    method, bits = str(quantised.get("quant_method")), quantised.get("bits")
-    known = {"fp8": "fp8", "mxfp4": "mxfp4"}
-    if method in ("awq", "gptq"):
-        known[method] = {4: "int4", 8: "int8"}.get(bits, "")  # type: ignore[arg-type]
-    if known.get(method):
-        return known[method]
+    method = str(quantised.get("quant_method"))
+    known = {"fp8": "fp8", "mxfp4": "mxfp4", "awq 4": "int4", "gptq 4": "int4", "gptq 8": "int8"}
+    found = known.get(method) or known.get(f"{method} {quantised.get('bits')}")
+    if found is not None:
+        return found
     notes.append(f"its weights are quantised by {method}, of unknown size; name their format with --weights-dtype")
     return None
 
 
-def _number(config: Config, *fields: str) -> int | None:
+def _number(config: Config, *fields: str, least: int = 1) -> int | None:
+    """The first of these fields that is given; None: none is.
+
+    Raises:
+        KvwinnowError: it is no whole number, or less than ``least``.
+    """
     for field in fields:
         value = config.get(field)
-        if _is_number(value):
-            return int(value)  # type: ignore[arg-type]
+        if value is None:
+            continue
+        if not _is_number(value) or value < least:
+            raise KvwinnowError(f"{field}={value!r} in the config must be a whole number, {least} or more; correct it")
+        return int(value)
     return None
 
 
@@ -285,10 +299,8 @@ def _is_number(value: object) -> bool:
 
 def _needed(config: Config, fields: tuple[str, ...], called: str) -> int:
     value = _number(config, *fields)
-    if value is None or value < 1:
-        said = next((f"{field}={config[field]!r}" for field in fields if config.get(field) is not None), "none of them")
+    if value is None:
         raise KvwinnowError(
-            f"the config of {called} does not say {' or '.join(fields[:3])} as a positive whole number ({said}); is it "
-            "the config.json of a decoder model?"
+            f"the config of {called} does not say {' or '.join(fields[:3])}; is it the config.json of a decoder model?"
         )
     return value

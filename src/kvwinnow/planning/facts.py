@@ -1,7 +1,10 @@
 """Facts of well-known models: the fields of their config.json that decide memory, and where they are published.
 
-Only data; ``catalogue.py`` reads it. ``parameters`` is what the model's page states (the count of its safetensors, or
-the paper's), and a test holds it against the count that follows from the fields.
+Only data; ``catalogue.py`` reads it. ``parameters`` is the count of the safetensors on the model's page, less what a
+note names, and was looked up in public copies of the hub's metadata. A test holds it against the count that follows
+from the fields, which checks layers, widths, KV heads times head dimension, experts and vocabulary. Windows, trained
+lengths and formats of weights no count can check: those of Mistral, Gemma, gpt-oss, Phi-3 and Qwen are from their
+configs as remembered, and agree with the defaults of transformers' config classes where these are of that model.
 """
 
 from __future__ import annotations
@@ -61,6 +64,9 @@ def _decoder(
 
 _8B = (32, 4096, 14336, 32, 8)
 _70B = (80, 8192, 28672, 64, 8)
+
+_QWEN25 = "the Instruct models state 32k tokens, which YaRN stretches to 128k"
+_GEMMA3 = "the text decoder alone; the vision encoder and its projection have 0.42 billion parameters more"
 
 FACTS: dict[str, Fact] = {
     "llama-2-7b": Fact(
@@ -148,18 +154,21 @@ FACTS: dict[str, Fact] = {
         _decoder("qwen2", 28, 3584, 18944, 28, 4, 152064, 131072),
         7_615_616_512,
         _HUB + "Qwen/Qwen2.5-7B",
+        note=_QWEN25,
     ),
     "qwen2.5-32b": Fact(
         "Qwen2.5 32B",
         _decoder("qwen2", 64, 5120, 27648, 40, 8, 152064, 131072),
         32_763_876_352,
         _HUB + "Qwen/Qwen2.5-32B",
+        note=_QWEN25,
     ),
     "qwen2.5-72b": Fact(
         "Qwen2.5 72B",
         _decoder("qwen2", 80, 8192, 29568, 64, 8, 152064, 131072),
         72_706_203_648,
         _HUB + "Qwen/Qwen2.5-72B",
+        note=_QWEN25,
     ),
     "qwen3-8b": Fact(
         "Qwen3 8B",
@@ -243,7 +252,7 @@ FACTS: dict[str, Fact] = {
         3_880_263_168,
         _HUB + "google/gemma-3-4b-pt",
         ("gemma-3-4b-pt",),
-        "the text decoder alone; the vision encoder has 0.42 billion parameters more",
+        _GEMMA3,
     ),
     "gemma-3-12b": Fact(
         "Gemma 3 12B",
@@ -251,7 +260,7 @@ FACTS: dict[str, Fact] = {
         11_766_034_176,
         _HUB + "google/gemma-3-12b-pt",
         ("gemma-3-12b-pt",),
-        "the text decoder alone; the vision encoder has 0.42 billion parameters more",
+        _GEMMA3,
     ),
     "gemma-3-27b": Fact(
         "Gemma 3 27B",
@@ -259,7 +268,7 @@ FACTS: dict[str, Fact] = {
         27_009_346_304,
         _HUB + "google/gemma-3-27b-pt",
         ("gemma-3-27b-pt",),
-        "the text decoder alone; the vision encoder has 0.42 billion parameters more",
+        _GEMMA3,
     ),
     "phi-3-mini-4k": Fact(
         "Phi-3 mini 4k",
@@ -304,7 +313,7 @@ FACTS: dict[str, Fact] = {
             moe_intermediate_size=2048,
             quantization_config={"quant_method": "fp8"},
         ),
-        671_026_404_352,
+        671_026_419_200,
         _HUB + "deepseek-ai/DeepSeek-V3",
         ("deepseek-r1", "deepseek-v3-0324", "deepseek-v3.1"),
         "the layer for multi-token prediction is not counted",

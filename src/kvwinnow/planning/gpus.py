@@ -46,13 +46,13 @@ _MIB: dict[str, tuple[int, str]] = {
     "A100-40GB": (40_960, _TABLE),
     "A100-80GB": (81_920, _TABLE),
     "H100-80GB": (81_559, _TABLE),
-    "H100-94GB": (95_830, "nvidia-smi of an H100 NVL"),
+    "H100-94GB": (95_830, "nvidia-smi of several H100 NVL"),
     "H200": (143_771, _TABLE),
     "B200": (183_359, "https://github.com/NVIDIA/TensorRT-LLM/issues/10278"),
     "RTX-3090": (24_576, "https://github.com/noonghunna/club-3090/issues/1128"),
     "RTX-4090": (24_564, "https://github.com/vllm-project/vllm/issues/7553"),
     "RTX-5090": (32_607, "https://github.com/noonghunna/club-3090/issues/1107"),
-    "RTX-A6000": (49_140, "nvidia-smi; not looked up"),
+    "RTX-A6000": (49_140, "nvidia-smi of several RTX A6000"),
     "MI300X": (196_592, "https://github.com/ROCm/legacy-rocm-build/issues/4414"),
 }
 

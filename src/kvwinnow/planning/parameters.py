@@ -60,18 +60,27 @@ FAMILIES = {
 
 
 def count(config: Config, layers: tuple[Layer, ...], hidden: int) -> Parameters | None:
-    """The parameters of a decoder with its language head; None: its family is not one of ``FAMILIES``.
+    """The parameters of a decoder with its language head.
+
+    None: its family is not one of ``FAMILIES``, or its config lacks a field that they follow from.
 
     Args:
         config: of the text decoder.
         layers: what ``config.architecture`` read from it.
         hidden: elements of a hidden state.
     """
-    kind = str(config.get("model_type"))
-    family = FAMILIES.get(kind)
-    vocabulary = config.get("vocab_size")
-    if family is None or not isinstance(vocabulary, int):
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not isinstance(config.get("vocab_size"), int):
         return None
+    try:
+        counted = _count(config, family, layers, hidden)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return counted if counted is not None and counted.total > 0 else None
+
+
+def _count(config: Config, family: Family, layers: tuple[Layer, ...], hidden: int) -> Parameters | None:
+    kind, vocabulary = str(config["model_type"]), int(config["vocab_size"])
     if kind == "opt" and (
         config.get("word_embed_proj_dim", hidden) != hidden or not config.get("do_layer_norm_before", True)
     ):
@@ -160,6 +169,7 @@ def _mlp(config: Config, kind: str, family: Family, biases: set[str], hidden: in
         router += experts + experts * (2 * width + hidden)
     shared = 0
     if kind == "deepseek_v3":
+        router += experts  # the bias that balances their load, which is stored with the weights
         shared = dense(width * int(config.get("n_shared_experts") or 0))
     if kind == "qwen3_next":  # a shared expert with a gate
         shared = dense(int(config["shared_expert_intermediate_size"])) + hidden

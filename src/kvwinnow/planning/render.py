@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwinnow.codecs import parse_codec
+from kvwinnow.planning.architecture import Architecture, Attention
 from kvwinnow.planning.catalogue import built_in
 from kvwinnow.planning.facts import FACTS
 from kvwinnow.planning.gpus import GPUS
@@ -192,7 +193,8 @@ def _feet(plan: Plan) -> str:
 def _models() -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="Models", title_justify="left")
     table.add_column("name", no_wrap=True)
-    for heading in ("layers", "KV heads", "head dim", "bytes a token", "once windows are full", "parameters"):
+    headings = ("layers", "sliding", "KV heads", "head dim", "bytes a token", "once windows are full", "parameters")
+    for heading in headings:
         table.add_column(heading, justify="right")
     table.add_column("trained", justify="right")
     for key in FACTS:
@@ -202,6 +204,7 @@ def _models() -> Table:
         table.add_row(
             key,
             str(len(model.layers)),
+            _sliding(model),
             ", ".join(map(str, heads)) or "MLA",
             ", ".join(map(str, dims)) or "MLA",
             f"{model.bytes_per_token:,}",
@@ -210,6 +213,12 @@ def _models() -> Table:
             show_tokens(model.trained or 0),
         )
     return table
+
+
+def _sliding(model: Architecture) -> str:
+    """How many layers slide, and their window."""
+    windows = [layer.window for layer in model.layers if isinstance(layer, Attention) and layer.window is not None]
+    return f"{len(windows)} of {windows[0]:,}" if windows else "-"
 
 
 def _gpus() -> Table:
