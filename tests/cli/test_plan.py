@@ -102,6 +102,12 @@ def test_fit_tells_what_would(run: Callable[..., Ran]) -> None:
         assert "all" in ran.out if option.tokens is None else f"{option.tokens:,}" in ran.out
 
 
+def test_what_a_policy_does_to_layers_is_said(run: Callable[..., Ran]) -> None:
+    assert "has nothing to evict" in run("plan", "mistral-7b-v0.1", "--policy", "h2o").out
+    assert "tokens per KV head on average" in run("plan", "llama-3.1-8b", "--policy", "pyramidkv").out
+    assert "not been run on several GPUs" in run("plan", "llama-3.1-8b", "--policy", "h2o", "--gpu", "L4x2").out
+
+
 def test_a_model_that_is_not_served_is_planned_and_said_so(run: Callable[..., Ran]) -> None:
     ran = run("plan", "deepseek-v3", "--gpu", "H200x8", "--fit")
     assert ran.code == 0
@@ -143,6 +149,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "model a path that is none": (("./none",), ("./none", "does not exist")),
     "model a config that is none": (("TMP/none.json",), ("none.json", "does not exist")),
     "model with a NUL": (("a\0b",), ("a\\x00b", "not built in")),
+    "model a long name": (("n" * 5000,), ("not built in",)),
+    "config too deep": (("TMP/deep.json",), ("deep.json", "no JSON")),
     "folder without config": (("TMP/hollow",), ("hollow", "config.json")),
     "config not JSON": (("TMP/torn.json",), ("torn.json", "no JSON")),
     "config not text": (("TMP/binary.json",), ("binary.json", "no JSON")),
@@ -185,6 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "hollow").mkdir()
     (made / "torn.json").write_text('{"model_type": ')
     (made / "binary.json").write_bytes(b"\xff\xfe\x00\x81")
+    (made / "deep.json").write_text("[" * 200_000)
     (made / "list.json").write_text("[1, 2]")
     (made / "bare.json").write_text('{"model_type": "llama"}')
     novel = {"model_type": "novel", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}

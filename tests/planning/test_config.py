@@ -283,6 +283,8 @@ def test_the_trained_length_is_the_stretched_one(rope: dict[str, Any] | None, tr
         ({"hidden_size": None}, ("hidden_size", "n_embd")),
         ({"num_hidden_layers": "two"}, ("num_hidden_layers", "'two'")),
         ({"num_hidden_layers": -1}, ("num_hidden_layers", "-1")),
+        ({"num_hidden_layers": 10**9}, ("1,000,000,000 layers", "10,000")),
+        ({"num_kv_shared_layers": 2}, ("no layer",)),
         ({"num_key_value_heads": "2"}, ("num_key_value_heads='2'", "1 or more")),
         ({"num_key_value_heads": 3}, ("4 heads", "3 KV heads")),
         ({"head_dim": 0}, ("head_dim=0", "1 or more")),

@@ -328,6 +328,15 @@ def test_requests_are_as_many_as_fit_one_after_another(policy: str | None) -> No
     assert taken <= gpu.free < taken + after
 
 
+def test_a_policy_that_evicts_while_decoding_may_have_more_than_the_prompt() -> None:
+    found = plan(SMALL, context=1000, new=9000, gpu="7MB", overhead="0", policy="h2o", fit=True).fit
+    assert found is not None
+    option = found.contexts[0].options[0]
+    assert option.tokens is not None
+    assert 1000 < option.tokens < 10_000
+    assert option.share == option.tokens / 10_000
+
+
 def test_the_gpus_that_the_full_cache_needs() -> None:
     planned = plan("llama-3.1-70b", context=["8k", "1M"], gpu="H100", fit=True)
     assert planned.fit is not None

@@ -178,6 +178,12 @@ class Architecture:
     notes: tuple[str, ...] = ()
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise KvwinnowError(f"dtype={self.dtype!r} of {self.name} is unknown; it is one of {', '.join(ITEMSIZE)}")
+        if not self.layers:
+            raise KvwinnowError(f"{self.name} has no layer that caches anything; give it one")
+
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the cache when nothing compresses it."""

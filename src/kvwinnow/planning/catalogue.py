@@ -36,9 +36,9 @@ def find(name: str) -> Architecture:
     if not name.strip():
         raise KvwinnowError("the model's name is empty; name a folder, a config.json or a model, such as llama-3.1-8b")
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    if os.path.isdir(path):  # which says no to what is no path at all
         return from_folder(path)
-    if path.is_file():
+    if os.path.isfile(path):
         return from_file(path)
     cached = _cached(name)  # what lies here is the model; a built-in one is our knowledge of it
     if cached is not None:
@@ -63,7 +63,7 @@ def from_folder(folder: Path) -> Architecture:
     Raises:
         KvwinnowError: there is no config.json, or it cannot be read.
     """
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise KvwinnowError(
             f"folder {str(folder)!r} holds no config.json, so it is no model; name another or a config.json"
         )
@@ -80,7 +80,7 @@ def from_file(file: Path, *, name: str | None = None) -> Architecture:
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise KvwinnowError(f"{str(file)!r} cannot be read: {error.strerror or error}; name another file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KvwinnowError(f"{str(file)!r} is no JSON ({error}); name the config.json of a model") from error
     if not isinstance(config, dict):
         raise KvwinnowError(
@@ -125,7 +125,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         names = ["model.safetensors"]
     files = [folder / str(name) for name in names]
-    return files if all(file.is_file() for file in files) else []
+    return files if all(os.path.isfile(file) for file in files) else []
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]] | None:

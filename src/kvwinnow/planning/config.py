@@ -12,6 +12,9 @@ from kvwinnow.planning.parameters import count
 
 Config = Mapping[str, Any]
 
+MOST_LAYERS = 10_000
+"""More layers than any model has: what a config says beyond is a mistake."""
+
 # The names by which configs call one thing, in the order in which they are tried.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -79,6 +82,10 @@ def architecture(config: Config, *, name: str = "", source: str = "") -> Archite
     called = name or kind or "the model"
     _refuse_foreign(text, config, called)
     number, heads = _needed(text, _LAYERS, called), _needed(text, _HEADS, called)
+    if number > MOST_LAYERS:
+        raise KvwinnowError(
+            f"the config of {called} has {number:,} layers, and none has more than {MOST_LAYERS:,}; correct it"
+        )
     hidden = _needed(text, _HIDDEN, called)
     trained = trained_length(text)
     if _number(text, "kv_lora_rank"):
@@ -87,6 +94,10 @@ def architecture(config: Config, *, name: str = "", source: str = "") -> Archite
         unserved: str | None = "its layers cache MLA latents, one vector for all heads"
     else:
         kv_heads, dim = _kv_heads(text, kind, heads), _head_dim(text, heads, hidden, called)
+        if kind == "falcon" and text.get("new_decoder_architecture"):
+            notes.append(
+                "transformers' own cache holds each KV head once for every query head; other engines hold it once"
+            )
         if heads % kv_heads:
             raise KvwinnowError(
                 f"the config of {called} has {heads} heads and {kv_heads} KV heads, which must divide them"

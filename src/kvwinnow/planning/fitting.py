@@ -46,7 +46,7 @@ class Option:
         v_dtype: how values are stored.
         policy: its text form.
         tokens: the largest budget that fits, in tokens per KV head; None: every token fits.
-        share: the same as a share of the context, 1 for every token.
+        share: the same as a share of all tokens, prompt and new ones; 1 for every token.
         nbytes: that the cache takes of one GPU at most.
     """
 
@@ -108,7 +108,7 @@ def options(cache: Cache, context: int, load: Load, free: int) -> Iterator[Optio
         found = _largest_budget(SnapKV() if given.limit is None else given, with_policy, context, load, free)
         if found is not None:
             policy, tokens, nbytes = found
-            yield Option(k_dtype, v_dtype, policy, tokens, tokens / context, nbytes)
+            yield Option(k_dtype, v_dtype, policy, tokens, tokens / (context + load.new), nbytes)
 
 
 def gpus_for(full: FullCache, context: int, load: Load, free: Callable[[int], int]) -> int | None:
@@ -133,8 +133,9 @@ def _largest_budget(
     policy: Policy, with_policy: Callable[[Policy], CompressedCachePlan], context: int, load: Load, free: int
 ) -> tuple[str, int, int] | None:
     """The policy's text form with the largest budget that fits, its tokens and its bytes."""
-    least = with_budget(policy, max(policy.minimum(), context)).minimum()
-    if least > context:
+    most = context + load.new
+    least = with_budget(policy, max(policy.minimum(), most)).minimum()
+    if least > most:
         return None
 
     def fits(tokens: int) -> bool:
@@ -142,7 +143,7 @@ def _largest_budget(
 
     if not fits(least):
         return None
-    tokens = _largest(fits, least, context)
+    tokens = _largest(fits, least, most)
     best = with_budget(policy, tokens)
     return str(best), tokens, load.needed(with_policy(best), context)
 

@@ -93,6 +93,7 @@ def _rows(plan: Plan, at: ContextPlan) -> Iterator[tuple[str, int]]:
     if at.kept is None or at.kept_later is None or at.prefill is None or at.prefill_whole is None:
         return
     kept = "every token" if at.budget is None else f"{min(at.budget, at.context):,} tokens per KV head"
+    kept += " on average" if parse(plan.policy or "full").layered else ""
     yield f"{context}: kvwinnow, {_policy(plan.policy or '')}, {_dtypes(plan.k_dtype, plan.v_dtype)} ({kept})", at.kept
     if plan.new:
         yield f"  after the {plan.new:,} new tokens", at.kept_later
@@ -150,7 +151,7 @@ def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
     table.add_column("context")
     table.add_column("stored as")
     table.add_column("policy")
-    for heading in ("tokens per KV head", "of the prompt", "needs of each GPU, GB", "GiB"):
+    for heading in ("tokens per KV head", "of all tokens", "needs of each GPU, GB", "GiB"):
         table.add_column(heading, justify="right")
     for at in fit.contexts:
         for option in at.options:
@@ -178,16 +179,18 @@ def _feet(plan: Plan) -> str:
         if plan.policy is not None
         else ""
     )
-    beyond = [show_tokens(at.context) for at in plan.contexts if at.beyond_trained]
+    beyond = [show_tokens(at.context + plan.new) for at in plan.contexts if at.beyond_trained]
     trained = show_tokens(plan.model.trained or 0)
     note = f"Note: {', '.join(beyond)}: more than the {trained} tokens that the model was trained to." if beyond else ""
+    nothing = plan.policy is not None and not any(what.startswith("full attention") for what in plan.model.layers)
+    idle = "Note: all layers keep their own windows, so the policy has nothing to evict." if nothing else ""
     shared = plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1
     untried = (
         "Note: kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs."
         if shared
         else ""
     )
-    return "\n".join(filter(None, (note, untried, f"{plan.units}.", counted)))
+    return "\n".join(filter(None, (note, idle, untried, f"{plan.units}.", counted)))
 
 
 def _models() -> Table:
