@@ -1,10 +1,12 @@
 """Facts of well-known models: the fields of their config.json that decide memory, and where they are published.
 
 Only data; ``catalogue.py`` reads it. ``parameters`` is the count of the safetensors on the model's page, less what a
-note names, and was looked up in public copies of the hub's metadata. A test holds it against the count that follows
-from the fields, which checks layers, widths, KV heads times head dimension, experts and vocabulary. Windows, trained
-lengths and formats of weights no count can check: those of Mistral, Gemma, gpt-oss, Phi-3 and Qwen are from their
-configs as remembered, and agree with the defaults of transformers' config classes where these are of that model.
+note names; every one was looked up in public copies of the hub's metadata. A test holds it against the count that
+follows from the fields, which checks layers, widths, KV heads times head dimension, experts and vocabulary.
+
+What no count can check: the windows of Gemma 2 and Phi-3 mini 4k were looked up in public copies of their config.json,
+those of Mistral 7B v0.1 and gpt-oss are the defaults of transformers' config classes, which are of these models. The
+windows of Gemma 3 and all trained lengths and dtypes were not looked up again.
 """
 
 from __future__ import annotations
