@@ -23,8 +23,8 @@ from kvwinnow.policies import Full, Policy, parse
 OVERHEAD = "10%"
 """What is kept free of each GPU where nothing else is said.
 
-CUDA's context, the activations of a chunk of the prompt, workspaces and fragmentation; what vLLM leaves by its default
-of gpu_memory_utilization=0.9.
+CUDA's context, the activations of a chunk of the prompt, workspaces and fragmentation; a little more than
+vLLM leaves by default (gpu_memory_utilization=0.92).
 """
 CHUNK = 2048
 """Tokens of a prompt that are read at once where nothing else is said, as serving engines do."""
