@@ -17,10 +17,11 @@ _GONE = ("x", "red strike")
 
 FEW_TOKENS = 32
 """Up to as many tokens of a cache are shown one by one, at every arrival."""
-FEW_ARRIVALS = 64
+FEW_ARRIVALS = 80
 """Up to as many arrivals are shown one by one."""
 _LINES = 40
 _SHOWN = 4
+_RUNS = 40
 
 
 def legend() -> Text:
@@ -54,9 +55,11 @@ def final(head: Head) -> Iterator[Text]:
     """What is held in the end."""
     trace = head.trace
     state = head.state(len(trace.tokens))
+    runs = ranges(list(state.roles)).split(", ")
+    left = f", and {len(runs) - _RUNS:,} more stretches" if len(runs) > _RUNS else ""
     yield Text(
         f"In the end {len(state.roles):,} of {len(trace.tokens):,} tokens are held ({_counts(state)}): positions "
-        f"{ranges(list(state.roles))}"
+        f"{', '.join(runs[:_RUNS])}{left}"
     )
     yield _excerpt(trace, state)
 
@@ -110,7 +113,11 @@ def _arrived(trace: Trace, state: State) -> Text:
     count = state.seen - state.first
     if count == 1:
         return Text(plain(trace.tokens[state.first]), "bold")
-    return Text(f"{'the prompt' if state.seen == trace.prompt else 'and more'}, {count:,} tokens")
+    if state.seen == trace.prompt:
+        return Text(f"the prompt, {count:,} tokens")
+    if count <= _SHOWN:
+        return Text(" ".join(plain(token) for token in trace.tokens[state.first : state.seen]), "bold")
+    return Text(f"{count:,} tokens")
 
 
 def _counts(state: State) -> Text:
