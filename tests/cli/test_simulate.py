@@ -206,3 +206,10 @@ def test_without_plotly_or_pyarrow_the_way_out_is_named(
     assert "pip install 'kvwinnow[tools]'" in run(*args).complaint()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install 'kvwinnow[tools]'" in run("simulate", "--trace", tmp_path / "a.parquet").complaint()
+
+
+def test_a_token_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"token": "\\u001b[2Jgone", "attention": 1}\n')
+    shown = run("simulate", "--trace", tmp_path / "a.jsonl", "--policy", "full").out
+    assert "\x1b" not in shown
+    assert "\\x1b[2Jgone" in shown

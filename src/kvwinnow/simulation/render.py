@@ -105,7 +105,11 @@ def _in_short(head: Head) -> Table:
 def _title(head: Head) -> str:
     budget = head.simulation.budgets[head.trace.layers.index(head.number)]
     holds = "no limit" if budget is None else f"{budget:,} tokens"
-    where = "" if head.trace.model is None else f", layer {head.number}, KV head {head.head} of {head.trace.model.name}"
+    where = (
+        ""
+        if head.trace.model is None
+        else f", layer {head.number}, KV head {head.head} of {plain(head.trace.model.name)}"
+    )
     return f"{head.simulation.policy}: {holds}{where}"
 
 
@@ -128,7 +132,7 @@ def _excerpt(trace: Trace, state: State) -> Text:
     """The text that is left, with ... where tokens are missing."""
     text, before = Text(), -1
     for position, role in state.roles.items():
-        token = trace.tokens[position]
+        token = _printable(trace.tokens[position], but="\n\t")
         if position != before + 1:
             text.append(" ..." if token[:1].isspace() else " ... ", "dim")
         text.append(token, MARKS[role][1])
@@ -138,8 +142,12 @@ def _excerpt(trace: Trace, state: State) -> Text:
 
 def plain(token: str) -> str:
     """A token on one line, without the spaces around it."""
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in token)
-    return shown.strip() or repr(token)
+    return _printable(token).strip() or repr(token)
+
+
+def _printable(text: str, but: str = "") -> str:
+    """Text in which what is no visible character, but for some, is spelt out: a file must not steer the terminal."""
+    return "".join(letter if letter.isprintable() or letter in but else repr(letter)[1:-1] for letter in text)
 
 
 def sweep_table(found: Sweep) -> Table:
