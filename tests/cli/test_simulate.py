@@ -40,10 +40,10 @@ def test_the_demo_shows_each_arrival(run: Run) -> None:
     assert ran.code == 0
     lines = rows(ran.out)
     assert len(lines) == 8
-    assert lines[0].split("│")[1:] == [" Ada      ", " S Ada"]
-    assert lines[5].endswith("S Ada  S Lovelace  H was  H born  W in  W a")
-    assert lines[6].endswith("S Ada  S Lovelace  H was  H born  x in  W a  W December")
-    assert lines[7].endswith("S Ada  S Lovelace  x was  H born  H a  W December  W 1815")
+    assert lines[0].split("│")[1:] == [" Ada      ", " S:Ada"]
+    assert lines[5].endswith("S:Ada  S:Lovelace  H:was  H:born  W:in  W:a")
+    assert lines[6].endswith("S:Ada  S:Lovelace  H:was  H:born  x:in  W:a  W:December")
+    assert lines[7].endswith("S:Ada  S:Lovelace  x:was  H:born  H:a  W:December  W:1815")
     assert "6 of 8 tokens are held (2 S, 2 H, 2 W): positions 0-1, 3, 5-7" in ran.out
     assert "Ada Lovelace ... born ... a December 1815" in ran.out
 
@@ -69,8 +69,8 @@ def test_colours_and_strikes_on_a_terminal() -> None:
     with console.capture() as capture:
         console.print(render.arrivals(Head(simulate(demo(), parse("hybrid:budget=6,sinks=2")), 0, 0)))
     shown = capture.get()
-    assert re.search(r"\x1b\[[\d;]*9[;m][^\x1b]*x was", shown)  # 9 strikes through
-    assert re.search(r"\x1b\[36mS Ada", shown)
+    assert re.search(r"\x1b\[[\d;]*9[;m][^\x1b]*x:was", shown)  # 9 strikes through
+    assert re.search(r"\x1b\[36mS:Ada", shown)
 
 
 def test_a_long_trace_is_shown_in_few_lines(run: Run, tmp_path: Path) -> None:
@@ -89,6 +89,15 @@ def test_a_long_trace_is_shown_in_few_lines(run: Run, tmp_path: Path) -> None:
         run("simulate", "--trace", tmp_path / "long.jsonl", "--policy", "h2o:recent=20", "--budget", 100, "--json").out
     )
     assert {kept["position"] for kept in told["held"]} == best
+
+
+def test_a_prompt_of_which_little_is_left_is_not_printed_whole(run: Run, recorded: Path) -> None:
+    ran = run("simulate", "--trace", recorded, "--policy", "h2o", "--budget", 8)
+    lines = rows(ran.out)
+    assert len(lines) == 13
+    assert "the prompt, 60 tokens" in lines[0]
+    assert "8 │ 0 S, 4 H, 4 W │" in lines[0]
+    assert lines[0].endswith("and 48 more")
 
 
 def test_a_recorded_trace_by_layer_and_head(run: Run, recorded: Path) -> None:

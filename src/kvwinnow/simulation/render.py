@@ -16,7 +16,7 @@ MARKS = {SINK: ("S", "cyan"), HEAVY: ("H", "yellow"), WINDOW: ("W", "green")}
 _GONE = ("x", "red strike")
 
 FEW_TOKENS = 32
-"""Up to as many tokens of a cache are shown one by one, at every arrival."""
+"""Up to as many tokens, held or evicted at that moment, are shown one by one, at every arrival."""
 FEW_ARRIVALS = 80
 """Up to as many arrivals are shown one by one."""
 _LINES = 40
@@ -42,7 +42,7 @@ def legend() -> Text:
 def is_small(head: Head) -> bool:
     """Whether every state of the cache can be shown token by token."""
     return len(head.arrivals) <= FEW_ARRIVALS and all(
-        len(state.roles) <= FEW_TOKENS for state in head.states(head.arrivals)
+        len(state.roles) + len(state.evicted) <= FEW_TOKENS for state in head.states(head.arrivals)
     )
 
 
@@ -74,7 +74,7 @@ def _in_full(head: Head) -> Table:
         for position in sorted({*state.roles, *state.evicted}):
             mark, style = MARKS[state.roles[position]] if position in state.roles else _GONE
             word = plain(head.trace.tokens[position])
-            shown.append(f"{mark} {word}", style).append("  ")
+            shown.append(f"{mark}:{word}", style).append("  ")
         shown.rstrip()
         table.add_row(f"{state.seen:,}", _arrived(head.trace, state), shown)
     return table
@@ -94,7 +94,7 @@ def _in_short(head: Head) -> Table:
     for state in head.states(moments):
         gone = Text()
         for position in state.evicted[:_SHOWN]:
-            gone.append(f"{_GONE[0]} {plain(head.trace.tokens[position])}", _GONE[1]).append(f" ({position:,})  ")
+            gone.append(f"{_GONE[0]}:{plain(head.trace.tokens[position])}", _GONE[1]).append(f" ({position:,})  ")
         if len(state.evicted) > _SHOWN:
             gone.append(f"and {len(state.evicted) - _SHOWN:,} more")
         gone.rstrip()
