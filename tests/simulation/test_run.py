@@ -18,6 +18,7 @@ from kvwinnow.simulation.record import record
 from kvwinnow.simulation.retained import retained_mass
 from kvwinnow.simulation.run import NEVER, Simulation, simulate
 from kvwinnow.simulation.trace import Trace, demo, demo_rows, from_numbers, from_rows
+from tests.models import KINDS as EVERY_KIND
 from tests.models import shown, tiny_model, tiny_tokens
 from tests.running import FULL_WIDTH, held, logits
 
@@ -52,7 +53,7 @@ _recorded: dict[tuple[str, int], tuple[Any, Trace]] = {}
 def recorded(kind: str, prompt: int = PROMPT, new: int = NEW) -> tuple[Any, Trace]:
     """A model and its trace of a random prompt."""
     if (kind, prompt) not in _recorded:
-        model = tiny_model(kind, **KINDS[kind])
+        model = tiny_model(kind, **KINDS.get(kind, {}))
         trace = record(model, tiny_tokens(prompt, seed=prompt)[0], new_tokens=new, vectors=True)
         _recorded[kind, prompt] = model, trace
     return _recorded[kind, prompt]
@@ -76,6 +77,16 @@ def test_a_replay_keeps_what_a_real_cache_keeps(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", REPLAYED)
 def test_prompts_within_the_budget_are_replayed_alike(prompt: int, name: str) -> None:
     check_replay(*recorded("llama", prompt, 34 - prompt), REPLAYED[name])
+
+
+ALL_SLIDE = ("mistral, sliding", "phi3, sliding")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind not in (*KINDS, *ALL_SLIDE)], ids=shown)
+def test_every_family_can_be_recorded_and_replayed(kind: str) -> None:
+    model, trace = recorded(kind, 40, 4)
+    for name in ("h2o", "keydiff", "expected"):
+        check_replay(model, trace, REPLAYED[name])
 
 
 def check_replay(model: Any, trace: Trace, spec: str) -> None:
