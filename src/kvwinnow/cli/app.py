@@ -16,6 +16,7 @@ from kvwinnow import __version__
 from kvwinnow.cli.demo import demo
 from kvwinnow.cli.doctor import doctor
 from kvwinnow.cli.generate import generate
+from kvwinnow.cli.plan import plan
 from kvwinnow.cli.policies import policies
 from kvwinnow.cli.record import record
 from kvwinnow.cli.simulate import simulate
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, policies, record, simulate, doctor):
+for command in (demo, generate, plan, simulate, record, policies, doctor):
     app.command()(command)
 
 
