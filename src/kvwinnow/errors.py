@@ -17,6 +17,10 @@ class DocumentError(KvwinnowError):
     """A saved cache that cannot be written, or a file that is none, is damaged or belongs to another model."""
 
 
+class TraceError(KvwinnowError):
+    """A trace that cannot be read, made or written, or that does not hold what is asked of it."""
+
+
 class UnsupportedModelError(KvwinnowError):
     """A model whose attention kvwinnow has not been tested on."""
 

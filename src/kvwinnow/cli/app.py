@@ -18,6 +18,8 @@ from kvwinnow.cli.doctor import doctor
 from kvwinnow.cli.generate import generate
 from kvwinnow.cli.plan import plan
 from kvwinnow.cli.policies import policies
+from kvwinnow.cli.record import record
+from kvwinnow.cli.simulate import simulate
 from kvwinnow.errors import KvwinnowError
 
 BAD_INPUT = 2
@@ -38,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, plan, policies, doctor):
+for command in (demo, generate, plan, simulate, record, policies, doctor):
     app.command()(command)
 
 

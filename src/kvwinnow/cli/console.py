@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Wide enough for every table where there is no terminal that knows better.
 _WIDTH_OF_A_FILE = 150
@@ -31,12 +32,12 @@ def _console(console: Console) -> Console:
 
 
 @contextmanager
-def importing(show: Callable[[str], None]) -> Iterator[None]:
+def importing(show: Callable[[str], None], what: str = "torch and transformers") -> Iterator[None]:
     """Around the imports that take seconds: an interrupt waits for their end.
 
     Libraries that try one another's imports swallow it, or are left half imported.
     """
-    show("loading torch and transformers")
+    show(f"loading {what}")
     if threading.current_thread() is not threading.main_thread():  # signals are not its affair
         yield
         return
@@ -66,3 +67,13 @@ def stages() -> Iterator[Callable[[str], None]]:
             console.print(f"... {stage}", markup=False, highlight=False)
 
     yield show
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Shows on a terminal's stderr how much of some long work is done: told (done, total, what is being done)."""
+    console = err()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total, now: bar.update(task, completed=done, total=total, description=now)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvwinnow.cli.console import err, importing, stages
+from kvwinnow.cli.prompts import check_length, read_prompt
 from kvwinnow.errors import KvwinnowError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-STDIN = "-"
 
 
 def generate(
@@ -45,7 +40,7 @@ def generate(
     model_name, question = _model_and_question(model, question)
     _check_characters("question", question)
     _check_characters("system message", system or "")
-    text = None if prompt_file is None else _read(prompt_file)
+    text = None if prompt_file is None else read_prompt(prompt_file)
     with stages() as show:
         with importing(show):
             from kvwinnow.codecs import parse_codec
@@ -67,7 +62,7 @@ def generate(
         loaded, tokenizer = load(model_name, progress=show)
         cache = CompressedCache(loaded, chosen, dtype=kv_dtype, k_dtype=k_dtype, v_dtype=v_dtype)
         ids = encode(tokenizer, question if text is None else f"{text}\n\n{question}", system=system)
-        _check_length(loaded, ids.shape[1], max_new_tokens)
+        check_length(loaded, ids.shape[1], max_new_tokens, "--max-new-tokens")
     given = answer(
         loaded, tokenizer, cache, ids, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, on_text=_write
     )
@@ -96,42 +91,6 @@ def _check_characters(what: str, text: str) -> None:
             f"character {error.start + 1} of the {what} is {text[error.start]!r}, which UTF-8 does not have: a byte "
             "that is no text in this terminal's encoding; write it in UTF-8"
         ) from error
-
-
-def _read(name: str) -> str:
-    """The text of a prompt file, in UTF-8; a byte order mark is dropped."""
-    shown = "stdin" if name == STDIN else f"prompt file {name!r}"
-    if name == STDIN and sys.stdin is None:
-        raise KvwinnowError("stdin is closed, so --prompt-file - reads nothing; pipe the text in, or name a file")
-    try:
-        data = sys.stdin.buffer.read() if name == STDIN else Path(os.path.expanduser(name)).read_bytes()
-        text = data.decode("utf-8").removeprefix("\ufeff")
-    except FileNotFoundError as error:
-        raise KvwinnowError(f"{shown} does not exist; check the path, or give - to read stdin") from error
-    except IsADirectoryError as error:
-        raise KvwinnowError(f"{shown} is a folder; name a text file in it") from error
-    except OSError as error:
-        raise KvwinnowError(f"{shown} cannot be read: {error.strerror or error}; name another file") from error
-    except UnicodeDecodeError as error:
-        raise KvwinnowError(
-            f"{shown} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert it to UTF-8 first"
-        ) from error
-    except ValueError as error:  # of the path: a NUL, or a character that no file name has here
-        raise KvwinnowError(f"{shown} is no path ({error}); name a text file") from error
-    if not text.strip():
-        raise KvwinnowError(f"{shown} is empty; put the text to ask about into it, or leave --prompt-file out")
-    return text.strip()
-
-
-def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
-    from kvwinnow.integrations.transformers.structure import trained_length
-
-    trained = trained_length(model.config)
-    if trained is not None and prompt + new > trained:
-        raise KvwinnowError(
-            f"the prompt has {prompt:,} tokens and --max-new-tokens asks for {new:,}, {prompt + new:,} together; the "
-            f"model serves {trained:,} positions; shorten the prompt or lower --max-new-tokens"
-        )
 
 
 def _write(piece: str) -> None:

@@ -108,12 +108,12 @@ def answer(
     Raises:
         KvwinnowError: a token of the prompt is none of the model's.
     """
-    _check_tokens(model, ids)
+    check_tokens(model, ids)
     text: Any = _Text(tokenizer, on_text)
     ids = ids.to(model.device)
     start = time.perf_counter()
     times = []
-    for token in _tokens(model, cache, ids, _end_tokens(model, tokenizer), max_new_tokens, prefill_chunk):
+    for token in _tokens(model, cache, ids, end_tokens(model, tokenizer), max_new_tokens, prefill_chunk):
         times.append(time.perf_counter())
         text.put(torch.tensor([token]))
     text.end()
@@ -127,7 +127,12 @@ def answer(
     )
 
 
-def _check_tokens(model: Any, ids: Tensor) -> None:
+def check_tokens(model: Any, ids: Tensor) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        KvwinnowError: the largest one is beyond the embedding table.
+    """
     known, largest = int(model.get_input_embeddings().num_embeddings), int(ids.max())
     if largest >= known:
         raise KvwinnowError(
@@ -145,19 +150,19 @@ def _tokens(
         yield token
         if token in ends or count == limit:
             return
-        logits = _forward(model, cache, torch.tensor([[token]], device=ids.device))
+        logits = forward(model, cache, torch.tensor([[token]], device=ids.device))
 
 
 def _prefill(model: PreTrainedModel, cache: CompressedCache, ids: Tensor, chunk: int | None) -> Tensor:
     length = ids.shape[1]
     with cache.prompt(length=length):
         for piece in torch.split(ids, min(chunk or length, length), dim=1):
-            logits = _forward(model, cache, piece)
+            logits = forward(model, cache, piece)
     return logits
 
 
 @torch.inference_mode()
-def _forward(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
+def forward(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
     """(vocabulary,) logits of the token after ``ids``; those of the others are never computed."""
     return cast(Tensor, model(ids, **{_cache_argument(model): cache}, logits_to_keep=1).logits[0, -1])
 
@@ -167,7 +172,8 @@ def _cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = configured if isinstance(configured, list) else [configured]
     return {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
