@@ -32,12 +32,14 @@ _HOMES = {
         "kvwinnow.policies",
     ),
     "from_press": "kvwinnow.integrations.kvpress",
+    "plan": "kvwinnow.planning",
 }
 
 if TYPE_CHECKING:
     from kvwinnow.errors import KvwinnowError
     from kvwinnow.integrations.kvpress import from_press
     from kvwinnow.integrations.transformers import CacheReport, CompressedCache
+    from kvwinnow.planning import plan
     from kvwinnow.policies import (
         H2O,
         TOVA,
@@ -74,6 +76,7 @@ __all__ = [
     "TOVA",
     "from_press",
     "parse",
+    "plan",
 ]
 
 

@@ -23,7 +23,7 @@ def test_help_loads_no_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    for command in ("demo", "generate", "policies", "doctor"):
+    for command in ("demo", "generate", "plan", "policies", "doctor"):
         assert command in ran.stdout
 
 

@@ -110,6 +110,14 @@ def test_a_stated_longer_context_is_not_stretched_again() -> None:
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert trained_length(tiny_model(trained=1024, rope_parameters=rope).config) == 1024
+    # Llama 3.2 states 131,072 beside a factor of 32 over 8,192, which is twice that.
+    assert trained_length(tiny_model(trained=1024, rope_parameters={**rope, "factor": 32.0}).config) == 1024
+
+
+def test_a_model_that_scales_each_type_of_layer_states_the_stretched_context() -> None:
+    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    types = {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert trained_length(tiny_model("gemma3", trained=128, rope_parameters=types).config) == 128
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:

@@ -206,6 +206,9 @@ def test_other_parquet_files_are_refused(tmp_path: Path) -> None:
         {"model": {"name": "x"}},
         {"model": {"name": "x", "heads": 1, "kv_heads": 2, "dim": 4, "itemsize": 4, "windows": [None]}},
         {"steps": None},
+        {"model": {"name": "x", "heads": 1, "kv_heads": 1, "dim": 4, "itemsize": 4, "windows": ["wide"]}},
+        {"model": {"name": "x", "heads": "1", "kv_heads": 1, "dim": 4, "itemsize": 4, "windows": [None]}},
+        {"model": {"name": "x", "heads": 1, "kv_heads": 1, "dim": 4, "itemsize": 3, "windows": [None]}},
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
@@ -214,6 +217,31 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], tmp_path: Path) ->
     table = pq.read_table(path)
     told = json.loads(table.schema.metadata[parquet.KEY]) | change
     pq.write_table(table.replace_schema_metadata({parquet.KEY: json.dumps(told)}), path)
+    assert "no trace that this version" in refusal(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("position", pa.array(range(1, 17), pa.int32())),
+        ("token", pa.array([None] * 16, pa.string())),
+        ("mass", pa.array([[0.0] * 16] * 16, pa.list_(pa.float64(), 16))),
+        ("mass", pa.array([[0.0] * 15] * 16, pa.list_(pa.float32(), 15))),
+        ("mass", pa.array([[0.0] * 16] * 15 + [None], pa.list_(pa.float32(), 16))),
+        ("mass", pa.array([[-1.0] * 16] * 16, pa.list_(pa.float32(), 16))),
+        ("mass", pa.array([[float("nan")] * 16] * 16, pa.list_(pa.float32(), 16))),
+        ("mass", pa.array(range(16), pa.int32())),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(name: str, column: Any, tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write(demo_rows(), path)
+    table = pq.read_table(path)
+    metadata = table.schema.metadata
+    table = table.set_column(table.column_names.index(name), name, column).replace_schema_metadata(metadata)
+    pq.write_table(table, path)
+    assert "no trace that this version" in refusal(str(path))
+    pq.write_table(table.drop_columns(["mass"]), path)
     assert "no trace that this version" in refusal(str(path))
 
 

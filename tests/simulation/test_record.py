@@ -204,3 +204,22 @@ def test_a_trace_knows_its_model() -> None:
     trace = record(tiny_model(kv_heads=2), tiny_tokens(8)[0], new_tokens=0, name="tiny")
     assert trace.model is not None
     assert (trace.model.name, trace.model.heads, trace.model.kv_heads, trace.model.dim) == ("tiny", 4, 2, 16)
+
+
+def test_a_long_step_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = tiny_model(), tiny_tokens(60)
+    whole = record(model, ids, new_tokens=2, vectors=True)
+    monkeypatch.setattr(recording, "PIECE", 7)
+    told: list[int] = []
+    pieces = record(model, ids, new_tokens=2, vectors=True, progress=lambda done, total: told.append(done))
+    assert told[:5] == [7, 14, 21, 28, 35]
+    np.testing.assert_array_equal(pieces.steps, whole.steps)
+    np.testing.assert_allclose(pieces.mass, whole.mass, atol=2e-5)
+    assert whole.vectors is not None
+    assert pieces.vectors is not None
+    assert whole.vectors.queries is not None
+    assert pieces.vectors.queries is not None
+    assert pieces.vectors.queries.count == whole.vectors.queries.count == 60 - recording.LEAD
+    np.testing.assert_allclose(pieces.vectors.queries.lead, whole.vectors.queries.lead, atol=1e-4)
+    np.testing.assert_allclose(pieces.vectors.queries.mean, whole.vectors.queries.mean, atol=1e-4)
+    np.testing.assert_allclose(pieces.vectors.head_mass, whole.vectors.head_mass, atol=2e-5)

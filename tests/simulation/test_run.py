@@ -18,6 +18,7 @@ from kvwinnow.simulation.record import record
 from kvwinnow.simulation.retained import retained_mass
 from kvwinnow.simulation.run import NEVER, Simulation, simulate
 from kvwinnow.simulation.trace import Trace, demo, demo_rows, from_numbers, from_rows
+from tests.models import KINDS as EVERY_KIND
 from tests.models import shown, tiny_model, tiny_tokens
 from tests.running import FULL_WIDTH, held, logits
 
@@ -46,15 +47,16 @@ KINDS = {
     "gpt_oss": {"layers": 4},  # sinks in the softmax; layers 0 and 2 have a window
 }
 
-_recorded: dict[str, tuple[Any, Trace]] = {}
+_recorded: dict[tuple[str, int], tuple[Any, Trace]] = {}
 
 
-def recorded(kind: str) -> tuple[Any, Trace]:
+def recorded(kind: str, prompt: int = PROMPT, new: int = NEW) -> tuple[Any, Trace]:
     """A model and its trace of a random prompt."""
-    if kind not in _recorded:
-        model = tiny_model(kind, **KINDS[kind])
-        _recorded[kind] = model, record(model, tiny_tokens(PROMPT)[0], new_tokens=NEW, vectors=True)
-    return _recorded[kind]
+    if (kind, prompt) not in _recorded:
+        model = tiny_model(kind, **KINDS.get(kind, {}))
+        trace = record(model, tiny_tokens(prompt, seed=prompt)[0], new_tokens=new, vectors=True)
+        _recorded[kind, prompt] = model, trace
+    return _recorded[kind, prompt]
 
 
 def kept(simulation: Simulation, seen: int, layer: int, head: int) -> list[int]:
@@ -68,16 +70,36 @@ def test_every_policy_is_replayed() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=shown)
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_replay_keeps_what_a_real_cache_keeps(kind: str, name: str) -> None:
-    model, trace = recorded(kind)
-    policy = parse(REPLAYED[name])
+    check_replay(*recorded(kind), REPLAYED[name])
+
+
+@pytest.mark.parametrize("prompt", [1, 10, 24])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_prompts_within_the_budget_are_replayed_alike(prompt: int, name: str) -> None:
+    check_replay(*recorded("llama", prompt, 34 - prompt), REPLAYED[name])
+
+
+ALL_SLIDE = ("mistral, sliding", "phi3, sliding")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind not in (*KINDS, *ALL_SLIDE)], ids=shown)
+def test_every_family_can_be_recorded_and_replayed(kind: str) -> None:
+    model, trace = recorded(kind, 40, 4)
+    for name in ("h2o", "keydiff", "expected"):
+        check_replay(model, trace, REPLAYED[name])
+
+
+def check_replay(model: Any, trace: Trace, spec: str) -> None:
+    """A replay and a real cache hold the same after the prompt, and in the first layer after each further token."""
+    policy = parse(spec)
     simulation = simulate(trace, policy)
     ids = torch.tensor([[int(token) for token in trace.tokens]])
     cache = CompressedCache(model, policy)
-    logits(model, ids[:, :PROMPT], cache)
+    logits(model, ids[:, : trace.prompt], cache)
     for number, layer in enumerate(trace.layers):
         for head in range(trace.kv_heads):
-            assert kept(simulation, PROMPT, number, head) == held(cache, layer, head=head)
-    for seen in range(PROMPT + 1, PROMPT + NEW + 1):
+            assert kept(simulation, trace.prompt, number, head) == held(cache, layer, head=head)
+    for seen in range(trace.prompt + 1, len(trace.tokens) + 1):
         logits(model, ids[:, seen - 1 : seen], cache)
         for head in range(trace.kv_heads):
             # Deeper layers of the real cache ask other questions, since tokens are gone below them.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -83,3 +86,10 @@ def test_decoded_queries_must_not_be_summed() -> None:
 
 def test_numbers_may_be_a_prompt_too() -> None:
     assert from_numbers(("a", "b"), [1.0, 2.0], prompt=2).prompt == 2
+
+
+def test_traces_need_no_torch() -> None:
+    modules = ("trace", "text_traces", "parquet", "reading", "retained", "whole_file")
+    imports = ", ".join(f"kvwinnow.simulation.{name}" for name in modules)
+    code = f"import sys; import {imports}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -264,7 +265,7 @@ def _divided(
 def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prompt: int, new: int) -> int:
     """Slots that a layer has allocated after a prompt and ``new`` decoded tokens.
 
-    What ``LayerCache`` does is gone through token by token, until it repeats itself.
+    What ``LayerCache`` does is gone through from one eviction to the next, until that repeats itself.
     """
     bound = None if budget is None else policy.capacity(budget)
     exact = layer.shape.exact
@@ -273,23 +274,29 @@ def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prom
         keep = policy.due(phase, Lengths(seen, tokens, seen if budget is None else budget))
         return tokens if keep is None else min(tokens, keep)
 
-    kept, slots = kept_of(Phase.PROMPT, prompt, prompt), least_slots(layer.codecs, exact)
+    def quiet(done: int, kept: int) -> int:
+        """How many more tokens come before one is evicted; what lets this many be lets fewer be."""
+        more = range(1, new - done + 1)
+        return bisect(more, False, key=lambda n: kept_of(Phase.DECODE, prompt + done + n, kept + n) < kept + n)
+
+    done, kept, slots = 0, kept_of(Phase.PROMPT, prompt, prompt), least_slots(layer.codecs, exact)
     if kept > slots:
         slots = slots_for(kept, bound, layer.codecs, exact)
-    if kept_of(Phase.DECODE, prompt + new, kept + new) == kept + new:  # nothing is evicted on the way there either
-        return slots if kept + new <= slots else slots_for(kept + new - 1, bound, layer.codecs, exact)
     after_cut: dict[tuple[int, int], int] = {}
-    done = 0
-    while done < new:
+    while True:
+        more = quiet(done, kept)
+        done, kept = done + more, kept + more
+        if kept > slots:
+            slots = slots_for(kept - 1, bound, layer.codecs, exact)
+        if done == new:
+            return slots
         if kept + 1 > slots:
-            slots = max(slots, slots_for(kept, bound, layer.codecs, exact))
+            slots = slots_for(kept, bound, layer.codecs, exact)
         done += 1
         before, kept = kept + 1, kept_of(Phase.DECODE, prompt + done, kept + 1)
         if before - kept >= GROWTH:
             fitting = max(slots_for(kept, bound, layer.codecs, exact), least_slots(layer.codecs, exact) + kept)
             slots = fitting if slots - fitting >= GROWTH else slots
-        if kept < before:
-            if (kept, slots) in after_cut:  # from here on it goes round in circles
-                new = done + (new - done) % (done - after_cut[kept, slots])
-            after_cut[kept, slots] = done
-    return slots
+        if (kept, slots) in after_cut:  # from here on it goes round in circles
+            new = done + (new - done) % (done - after_cut[kept, slots])
+        after_cut[kept, slots] = done

@@ -17,6 +17,7 @@ from kvwinnow.cli.demo import demo
 from kvwinnow.cli.doctor import doctor
 from kvwinnow.cli.explore import explore
 from kvwinnow.cli.generate import generate
+from kvwinnow.cli.plan import plan
 from kvwinnow.cli.policies import policies
 from kvwinnow.cli.record import record
 from kvwinnow.cli.simulate import simulate
@@ -40,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, explore, record, simulate, policies, doctor):
+for command in (demo, generate, plan, simulate, record, explore, policies, doctor):
     app.command()(command)
 
 

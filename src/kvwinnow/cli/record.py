@@ -13,7 +13,7 @@ from kvwinnow.cli.console import importing, out, progress_bar, stages
 from kvwinnow.cli.prompts import check_length, read_prompt
 from kvwinnow.errors import KvwinnowError
 
-_COPIES = 2.5
+_COPIES = 3
 """How often a trace lies in memory while it is written: as recorded, as laid out in the file, and its pages."""
 
 
@@ -96,7 +96,7 @@ def _check_memory(model: Any, prompt: int, new: int, vectors: bool, show: Callab
 
     plain = unwrap(model)
     trace, cache = nbytes(inspect_model(plain), prompt, new, itemsize=plain.dtype.itemsize, vectors=vectors)
-    needed, free = int(_COPIES * trace) + cache, _available()
+    needed, free = _COPIES * trace + cache, _available()
     show(f"the trace takes up to {trace / 1e6:,.0f} MB, and recording it {needed / 1e6:,.0f} MB beside the model")
     if free is not None and needed > free:
         raise KvwinnowError(

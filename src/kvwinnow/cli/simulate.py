@@ -30,7 +30,7 @@ def simulate(
     ] = "demo",
     budget: Annotated[
         str | None,
-        typer.Option(help="Tokens, share of the prompt or size, if the policy does not name it. [demo: 6]"),
+        typer.Option(help="Tokens, share of the prompt or size, if the policy does not name it; 6 for the demos"),
     ] = None,
     prompt: Annotated[
         int | None,

@@ -130,6 +130,7 @@ def _trace(table: Any, told: dict[str, Any]) -> Trace:
     model = told["model"]
     if model is not None:
         model = ModelShape(**(model | {"windows": tuple(model["windows"])}))
+        _check_model(model)
     n, layers, heads = table.num_rows, int(told["layers"]), int(told["kv_heads"])
     steps = np.array(told["steps"], dtype=np.int32).reshape(-1, 2)
     names = table.column_names
@@ -150,7 +151,16 @@ def _trace(table: Any, told: dict[str, Any]) -> Trace:
         raise TraceError("its layers and heads are not its model's")
     if not all(isinstance(token, str) for token in trace.tokens):
         raise TraceError("a token has no text")
+    if table["position"].to_pylist() != list(range(n)):
+        raise TraceError("its tokens are not in the order of their positions")
     return trace
+
+
+def _check_model(model: ModelShape) -> None:
+    sizes = (model.heads, model.kv_heads, model.dim, *(window for window in model.windows if window is not None))
+    whole = all(type(size) is int and size > 0 for size in sizes) and model.itemsize in (1, 2, 4, 8)
+    if not whole or model.heads % model.kv_heads or not isinstance(model.name, str):
+        raise TraceError("its model has no such shape")
 
 
 def _vectors(table: Any, steps: Any, layers: int, heads: int, prompt: int, model: ModelShape | None) -> Vectors:
@@ -158,7 +168,7 @@ def _vectors(table: Any, steps: Any, layers: int, heads: int, prompt: int, model
         raise TraceError("vectors without a model")
     n, decoded = table.num_rows, len(steps) - int(np.searchsorted(steps[:, 1], prompt, side="left")) - 1
     shape = (layers, heads, model.dim, n)
-    keys, values = (np.swapaxes(_numbers(table, name, shape), 2, 3) for name in ("keys", "values"))
+    keys, values = (np.swapaxes(_numbers(table, name, shape, half=True), 2, 3) for name in ("keys", "values"))
     size = (decoded, layers, model.heads, n)
     head_mass = _numbers(table, "head_mass", size) if decoded else np.zeros(size, np.float32)
     packed = table["queries"][0].as_py() if "queries" in table.column_names else None
@@ -172,7 +182,7 @@ def _lists(pa: Any, rows: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), rows.shape[0])
 
 
-def _numbers(table: Any, name: str, shape: tuple[int, ...]) -> Any:
+def _numbers(table: Any, name: str, shape: tuple[int, ...], *, half: bool = False) -> Any:
     """The opposite of ``_lists``: a column as an array whose last axis are the tokens."""
     column = table[name]
     width = int(np.prod(shape[:-1]))
@@ -180,7 +190,7 @@ def _numbers(table: Any, name: str, shape: tuple[int, ...]) -> Any:
         raise TraceError(f"column {name} is {column.type} and should be lists of {width}")
     parts = [np.asarray(chunk.flatten().to_numpy(zero_copy_only=False)) for chunk in column.chunks]
     flat = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-    if flat.dtype not in (np.float32, np.float16):
+    if flat.dtype not in ((np.float32, np.float16) if half else (np.float32,)):
         raise TraceError(f"column {name} holds {flat.dtype}")
     return np.ascontiguousarray(flat.reshape(shape[-1], width).T).reshape(shape)
 

@@ -58,6 +58,7 @@ def write(found: Sweep, trace: Trace, path: StrPath) -> None:
         "hexagon",
         "pentagon",
     )
+    colours = _colours()
     in_bytes = trace.model is not None
     figure = graph.Figure()
     for place, name in enumerate(dict.fromkeys(point.name for point in found.points)):
@@ -67,7 +68,7 @@ def write(found: Sweep, trace: Trace, path: StrPath) -> None:
             y=[100 * point.retained for point in own],
             name=name,
             mode="lines+markers",
-            marker={"symbol": shapes[place % len(shapes)], "size": 9},
+            marker={"symbol": shapes[place % len(shapes)], "size": 9, "color": colours[place % len(colours)]},
             text=[_told(point) for point in own],
             hovertemplate="%{text}<extra></extra>",
         )
@@ -80,6 +81,13 @@ def write(found: Sweep, trace: Trace, path: StrPath) -> None:
     page = _PAGE.format(said=html.escape(_said(trace)), figure=drawn, rows="\n".join(map(_row, found.points)))
     with replacing(path) as draft:
         draft.write_text(page, encoding="utf-8")
+
+
+def _colours() -> list[str]:
+    from plotly.colors import qualitative
+
+    colours: list[str] = qualitative.Dark24
+    return colours
 
 
 def _switch(found: Sweep) -> dict[str, Any]:

@@ -140,14 +140,12 @@ class _Layer:
         variant: how it attends.
         lead: queries of the first tokens, their rotation undone.
         moments: of the others of the prompt.
-        head_mass: (Hq, tokens) for each decoded token.
     """
 
     rope: Rope | None
     variant: Variant | None = None
     lead: list[Tensor] = field(default_factory=list)
     moments: QueryMoments | None = None
-    head_mass: list[Tensor] = field(default_factory=list)
 
 
 class _Recorder:
@@ -166,11 +164,13 @@ class _Recorder:
         self.numbers = [layer for layer, window in enumerate(structure.sliding) if window is None]
         self.layers = [self.cache._layers()[number] for number in self.numbers]
         self.seen = [_Layer(None if ropes is None else ropes[number]) for number in self.numbers]
-        for layer, seen in zip(self.layers, self.seen, strict=True):
-            self._watch(layer, seen)
+        for index, (layer, seen) in enumerate(zip(self.layers, self.seen, strict=True)):
+            self._watch(index, layer, seen)
         self.steps = prompt_steps(prompt)
         heads = structure.kv_heads
         self.mass = np.zeros((len(self.steps) + new_tokens, len(self.layers), heads, self.limit), dtype=np.float32)
+        each = (new_tokens if vectors else 0, len(self.layers), structure.heads, self.limit)
+        self.head_mass = np.zeros(each, dtype=np.float32)
         self.fed = 0
 
     def run(self, ids: Tensor, ends: set[int], progress: Progress) -> list[int]:
@@ -226,14 +226,15 @@ class _Recorder:
             self.mass[step, number, :, : self.fed] = _array(sums[0, :, : self.fed])
             sums.zero_()
 
-    def _watch(self, layer: Any, seen: _Layer) -> None:
+    def _watch(self, index: int, layer: Any, seen: _Layer) -> None:
         original = layer.attend
 
         def attend(q: Tensor, k: Tensor, v: Tensor, step: Any, variant: Variant) -> Tensor:
             out: Tensor = original(q, k, v, step, variant)
             seen.variant = variant
             if self.vectors and step.phase is Phase.DECODE:
-                seen.head_mass.append(_head_weights(q, layer, variant).cpu())
+                weights = _array(_head_weights(q, layer, variant))
+                self.head_mass[self.fed - self.prompt, index, :, : weights.shape[1]] = weights
             elif self.vectors and self.ropes is not None:
                 self._take_in(q, seen)
             return out
@@ -256,17 +257,14 @@ class _Recorder:
 
     def _vectors(self, itemsize: int) -> Vectors:
         kept = np.float32 if itemsize == torch.float32.itemsize else np.float16
-        keys, values = [], []
-        for layer in self.layers:
+        shape = (len(self.layers), self.structure.kv_heads, self.fed, self.structure.dim)
+        keys, values = np.empty(shape, kept), np.empty(shape, kept)
+        for index, layer in enumerate(self.layers):
             assert layer.slots is not None, "the model has run"
-            keys.append(_array(layer.slots.keys.unstored()[0, :, : self.fed]).astype(kept))
-            values.append(_array(layer.slots.values.unstored()[0, :, : self.fed]).astype(kept))
-        decoded = self.fed - self.prompt
-        head_mass = np.zeros((decoded, len(self.layers), self.structure.heads, self.fed), dtype=np.float32)
-        for number, seen in enumerate(self.seen):
-            for token, weights in enumerate(seen.head_mass):
-                head_mass[token, number, :, : weights.shape[1]] = _array(weights)
-        return Vectors(np.stack(keys), np.stack(values), head_mass, self._queries())
+            keys[index] = _array(layer.slots.keys.unstored()[0, :, : self.fed])
+            values[index] = _array(layer.slots.values.unstored()[0, :, : self.fed])
+        head_mass = np.ascontiguousarray(self.head_mass[: self.fed - self.prompt, :, :, : self.fed])
+        return Vectors(keys, values, head_mass, self._queries())
 
     def _queries(self) -> QueryFacts | None:
         if self.ropes is None:

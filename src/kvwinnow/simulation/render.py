@@ -16,11 +16,12 @@ MARKS = {SINK: ("S", "cyan"), HEAVY: ("H", "yellow"), WINDOW: ("W", "green")}
 _GONE = ("x", "red strike")
 
 FEW_TOKENS = 32
-"""Up to as many tokens of a cache are shown one by one, at every arrival."""
-FEW_ARRIVALS = 64
+"""Up to as many tokens, held or evicted at that moment, are shown one by one, at every arrival."""
+FEW_ARRIVALS = 80
 """Up to as many arrivals are shown one by one."""
 _LINES = 40
 _SHOWN = 4
+_RUNS = 40
 
 
 def legend() -> Text:
@@ -41,7 +42,7 @@ def legend() -> Text:
 def is_small(head: Head) -> bool:
     """Whether every state of the cache can be shown token by token."""
     return len(head.arrivals) <= FEW_ARRIVALS and all(
-        len(state.roles) <= FEW_TOKENS for state in head.states(head.arrivals)
+        len(state.roles) + len(state.evicted) <= FEW_TOKENS for state in head.states(head.arrivals)
     )
 
 
@@ -54,9 +55,11 @@ def final(head: Head) -> Iterator[Text]:
     """What is held in the end."""
     trace = head.trace
     state = head.state(len(trace.tokens))
+    runs = ranges(list(state.roles)).split(", ")
+    left = f", and {len(runs) - _RUNS:,} more stretches" if len(runs) > _RUNS else ""
     yield Text(
         f"In the end {len(state.roles):,} of {len(trace.tokens):,} tokens are held ({_counts(state)}): positions "
-        f"{ranges(list(state.roles))}"
+        f"{', '.join(runs[:_RUNS])}{left}"
     )
     yield _excerpt(trace, state)
 
@@ -71,7 +74,7 @@ def _in_full(head: Head) -> Table:
         for position in sorted({*state.roles, *state.evicted}):
             mark, style = MARKS[state.roles[position]] if position in state.roles else _GONE
             word = plain(head.trace.tokens[position])
-            shown.append(f"{mark} {word}", style).append("  ")
+            shown.append(f"{mark}:{word}", style).append("  ")
         shown.rstrip()
         table.add_row(f"{state.seen:,}", _arrived(head.trace, state), shown)
     return table
@@ -91,7 +94,7 @@ def _in_short(head: Head) -> Table:
     for state in head.states(moments):
         gone = Text()
         for position in state.evicted[:_SHOWN]:
-            gone.append(f"{_GONE[0]} {plain(head.trace.tokens[position])}", _GONE[1]).append(f" ({position:,})  ")
+            gone.append(f"{_GONE[0]}:{plain(head.trace.tokens[position])}", _GONE[1]).append(f" ({position:,})  ")
         if len(state.evicted) > _SHOWN:
             gone.append(f"and {len(state.evicted) - _SHOWN:,} more")
         gone.rstrip()
@@ -102,7 +105,11 @@ def _in_short(head: Head) -> Table:
 def _title(head: Head) -> str:
     budget = head.simulation.budgets[head.trace.layers.index(head.number)]
     holds = "no limit" if budget is None else f"{budget:,} tokens"
-    where = "" if head.trace.model is None else f", layer {head.number}, KV head {head.head} of {head.trace.model.name}"
+    where = (
+        ""
+        if head.trace.model is None
+        else f", layer {head.number}, KV head {head.head} of {plain(head.trace.model.name)}"
+    )
     return f"{head.simulation.policy}: {holds}{where}"
 
 
@@ -110,7 +117,11 @@ def _arrived(trace: Trace, state: State) -> Text:
     count = state.seen - state.first
     if count == 1:
         return Text(plain(trace.tokens[state.first]), "bold")
-    return Text(f"{'the prompt' if state.seen == trace.prompt else 'and more'}, {count:,} tokens")
+    if state.seen == trace.prompt:
+        return Text(f"the prompt, {count:,} tokens")
+    if count <= _SHOWN:
+        return Text(" ".join(plain(token) for token in trace.tokens[state.first : state.seen]), "bold")
+    return Text(f"{count:,} tokens")
 
 
 def _counts(state: State) -> Text:
@@ -121,7 +132,7 @@ def _excerpt(trace: Trace, state: State) -> Text:
     """The text that is left, with ... where tokens are missing."""
     text, before = Text(), -1
     for position, role in state.roles.items():
-        token = trace.tokens[position]
+        token = _printable(trace.tokens[position], but="\n\t")
         if position != before + 1:
             text.append(" ..." if token[:1].isspace() else " ... ", "dim")
         text.append(token, MARKS[role][1])
@@ -131,8 +142,12 @@ def _excerpt(trace: Trace, state: State) -> Text:
 
 def plain(token: str) -> str:
     """A token on one line, without the spaces around it."""
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in token)
-    return shown.strip() or repr(token)
+    return _printable(token).strip() or repr(token)
+
+
+def _printable(text: str, but: str = "") -> str:
+    """Text in which what is no visible character, but for some, is spelt out: a file must not steer the terminal."""
+    return "".join(letter if letter.isprintable() or letter in but else repr(letter)[1:-1] for letter in text)
 
 
 def sweep_table(found: Sweep) -> Table:

@@ -48,20 +48,17 @@ def trained_length(config: Any) -> int | None:
     """Positions a model serves: those it was trained to, stretched by its RoPE scaling (linear, dynamic, YaRN).
 
     Some configurations state the stretched length as max_position_embeddings, others the original one and a factor;
-    the longer reading counts. None: not stated.
+    the longer reading counts. Llama 3's scaling, LongRoPE and families that scale each type of layer by itself (Gemma
+    3) state the stretched one. None: not stated.
     """
     stated = getattr(config, "max_position_embeddings", None)
     if stated is None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    # Some families have parameters for each type of layer.
-    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    lengths = [int(stated)]
-    for part in parts:
-        if part.get("rope_type", "default") != "default":
-            original = part.get("original_max_position_embeddings") or stated
-            lengths.append(int(original * (part.get("factor") or 1.0)))
-    return max(lengths)
+    if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return int(stated)
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(int(stated), int(original * (rope.get("factor") or 1.0)))
 
 
 def inspect_model(model: Any) -> Structure:
