@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
+from kvwinnow.simulation.explorer.page import write
 from tests.simulation.explorer.browser import TOKENS, View
 from tests.simulation.explorer.conftest import NASTY, Made
 
@@ -431,6 +435,31 @@ def test_layers_with_a_window_of_their_own_are_marked(browser: View, sliding: Ma
     )
     assert browser.js("return explorer.figures.retained.values[0]") == [None, None]
     assert "2 layers keep a window of their own" in browser.text("#map-told")
+    assert browser.errors() == []
+
+
+def test_an_answer_that_ended_early_stays_as_it_ended(browser: View, made: Made, tmp_path: Path) -> None:
+    run, last = run_of(made, "h2o"), 4
+    ended = dataclasses.replace(
+        run,
+        evicted=np.where(run.evicted > last, NEVER, run.evicted)[:, :, : PROMPT + last].astype(np.uint16),
+        scores=run.scores[:, :, : PROMPT + last],
+        nbytes=run.nbytes[: last + 1],
+        answer=run.answer[: last + 1],
+    )
+    others = [other for other in made.exploration.runs if other is not run]
+    exploration = dataclasses.replace(made.exploration, runs=(*others, ended))
+    write(tmp_path / "page.html", exploration)
+    browser.open(tmp_path / "page.html")
+    browser.choose(policy=run.label, step=7)
+    assert browser.shares() == pytest.approx(ended.kept(last)[:, :, :PROMPT].mean((0, 1)).tolist())
+    assert browser.text("#told").startswith(f"The answer ended at step {last}: ")
+    assert browser.js(f"return {COME}.length") == last + 1
+    assert browser.many("#text .lost") == []
+    assert f"h2o:budget=40 {round(run.nbytes[last] / 2**20, 2):g} MiB" in browser.text("#memory .readout")
+    browser.choose(policy=ALL)
+    shares = [one.kept(min(7, one.steps))[:, :, :PROMPT].mean((0, 1)) for one in exploration.runs[1:]]
+    assert browser.shares() == pytest.approx(np.mean(shares, axis=0).tolist())
     assert browser.errors() == []
 
 

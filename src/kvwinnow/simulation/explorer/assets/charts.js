@@ -1,5 +1,5 @@
 // Two small charts in SVG: a map of layers and heads, and lines over tokens. They take their colours from the style
-// sheet, so that light and dark need no redrawing. (Plotly would take longer to start than the whole page may.)
+// sheet, so that light and dark need no redrawing. (plotly.js takes over a second to start.)
 
 function svgElement(name, attributes = {}, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
