@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import kvwinnow
 from kvwinnow import CompressedCache, SnapKV
 from kvwinnow.errors import CodecError, KvwinnowError, PolicyError, UnsupportedModelError
-from kvwinnow.integrations.transformers import cache as transformers_cache
 from kvwinnow.planning import Architecture, Attention, Latent, Parameters, Plan, State, find, plan
-from kvwinnow.planning.caches import EXACT_SLOTS, with_budget
+from kvwinnow.planning.caches import with_budget
 from kvwinnow.planning.config import architecture
 from kvwinnow.planning.planner import ContextPlan
 from kvwinnow.planning.weights import FORMATS
@@ -81,10 +80,6 @@ def test_the_full_cache_is_what_transformers_takes(kind: str) -> None:
         model(input_ids=ids, past_key_values=cache)
     held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
     assert held == at(in_float32(model), 33, batch=2).full
-
-
-def test_as_many_slots_are_unquantised_as_in_the_cache() -> None:
-    assert EXACT_SLOTS == transformers_cache.EXACT_SLOTS
 
 
 def test_a_config_of_transformers_is_a_model() -> None:

@@ -15,6 +15,9 @@ from kvwinnow.statistics import Kind
 GROWTH = 32
 """Slots are allocated in steps of this many, up to what the policy may ever need."""
 
+EXACT_SLOTS = 4
+"""Slots that codecs which quantise leave unquantised, at least: StreamingLLM's four sinks (arXiv 2309.17453)."""
+
 _INT32 = _FLOAT32 = 4
 
 
@@ -30,6 +33,12 @@ def allocation(tokens: int, bound: int | None) -> int:
 def slots_for(tokens: int, bound: int | None, codecs: tuple[Codec, Codec], exact: int) -> int:
     """Slots a layer allocates for a prompt that leaves ``tokens`` tokens; the unquantised ones at least."""
     return max(least_slots(codecs, exact), allocation(tokens, bound))
+
+
+def exact_slots(policy: Policy) -> int:
+    """Slots that codecs which quantise leave unquantised: as many as the policy has sinks, ``EXACT_SLOTS`` at least."""
+    sinks, _ = policy.protected(1)
+    return max(EXACT_SLOTS, sinks)
 
 
 def least_slots(codecs: tuple[Codec, Codec], exact: int) -> int:

@@ -6,14 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvwinnow.cache.memory import LayerShape, PlannedLayer, budget_in_tokens, layers_nbytes, prefill_nbytes
+from kvwinnow.cache.memory import LayerShape, PlannedLayer, budget_in_tokens, exact_slots, layers_nbytes, prefill_nbytes
 from kvwinnow.codecs import Codec
 from kvwinnow.errors import UnsupportedModelError
 from kvwinnow.planning.architecture import Architecture, Attention
 from kvwinnow.policies import Policy
-
-EXACT_SLOTS = 4
-"""Slots that codecs which quantise leave unquantised, at least, as in ``CompressedCache``."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +124,8 @@ def check_served(architecture: Architecture, asked: str) -> None:
 
 
 def _planned(shard: Architecture, policy: Policy, codecs: tuple[Codec, Codec]) -> Iterator[PlannedLayer]:
-    sinks, _ = policy.protected(1)
     for layer in shard.layers:
         if not isinstance(layer, Attention):
             raise UnsupportedModelError(f"{shard.name} has layers that are no attention with keys and values per head")
-        shape = LayerShape(layer.heads, layer.kv_heads, layer.head_dim, max(EXACT_SLOTS, sinks), shard.itemsize)
+        shape = LayerShape(layer.heads, layer.kv_heads, layer.head_dim, exact_slots(policy), shard.itemsize)
         yield PlannedLayer(shape, codecs, layer.window)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvwinnow.cache.memory import LayerShape, PlannedLayer, budget_in_tokens
+from kvwinnow.cache.memory import LayerShape, PlannedLayer, budget_in_tokens, exact_slots
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.codecs import parse_codec
 from kvwinnow.errors import PolicyError, TraceError
@@ -27,8 +27,6 @@ from kvwinnow.statistics import Kind
 
 NEVER = np.iinfo(np.int32).max
 """When a token was evicted that is still there in the end."""
-EXACT_SLOTS = 4
-"""Slots that a cache leaves unquantised, at least."""
 _GROWTH = 32
 
 Progress = Callable[[int, int], None]
@@ -100,7 +98,7 @@ def planned_layers(trace: Trace, policy: Policy) -> tuple[PlannedLayer, ...]:
     if model is None:
         raise PolicyError("this trace was not recorded from a model, so nothing is known of bytes; count in tokens")
     codec = parse_codec("fp32" if model.itemsize == 4 else "bf16")
-    exact = max(EXACT_SLOTS, policy.protected(1)[0])
+    exact = exact_slots(policy)
     shape = LayerShape(model.heads, model.kv_heads, model.dim, exact, model.itemsize)
     return tuple(PlannedLayer(shape, (codec, codec), window) for window in model.windows)
 

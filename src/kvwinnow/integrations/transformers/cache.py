@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvwinnow.cache import LayerCache, Step
-from kvwinnow.cache.memory import LayerShape, sliding_budget
+from kvwinnow.cache.memory import LayerShape, exact_slots, sliding_budget
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import CacheStateError, CodecError, KvwinnowError, PolicyError, UnsupportedModelError
 from kvwinnow.integrations.transformers import attachment, mrope, saving
@@ -33,9 +33,6 @@ from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.ops import Rope, Variant
 from kvwinnow.policies import Phase, Policy, SlidingWindow, parse
 from kvwinnow.statistics import Kind
-
-EXACT_SLOTS = 4
-"""Slots that codecs which quantise leave unquantised, at least: StreamingLLM's four sinks (arXiv 2309.17453)."""
 
 
 class CompressedCache(CacheInterface):
@@ -111,8 +108,7 @@ class CompressedCache(CacheInterface):
         """Become an empty cache, of parts that are known to fit."""
         self.structure, self.policy, self.follows = structure, policy, follows
         self.k_codec, self.v_codec = codecs
-        sinks, _ = policy.protected(1)
-        self.exact = max(EXACT_SLOTS, sinks)
+        self.exact = exact_slots(policy)
         super().__init__(layers=self._new_layers(ropes))
         shape = LayerShape(structure.heads, structure.kv_heads, structure.dim, self.exact, model.dtype.itemsize)
         self.budgets = Budgets(policy, codecs, shape, structure.sliding)
