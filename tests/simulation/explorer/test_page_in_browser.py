@@ -369,12 +369,16 @@ def test_the_chart_has_what_was_measured_and_what_was_foretold(view: View, made:
     assert view.js(f"return {CHART}.getAttribute('aria-label')").startswith("Chart of memory against tokens. ")
 
 
-def test_the_chart_follows_the_step_and_chooses_it(view: View, made: Made) -> None:
+def test_the_chart_marks_the_step(view: View, made: Made) -> None:
     view.chart()
+    begin = view.js(f"return {CHART}.layout.xaxis2.domain[0]")
+    bottom, top = view.js(f"return {CHART}.layout.yaxis.range")
+    assert bottom == 0
     for step in (0, 5):
         view.choose(step=step)
         for mark, run in zip(marks(view), made.exploration.runs, strict=True):
-            assert mark["yanchor"] == pytest.approx(run.nbytes[step] / 2**20)
+            assert mark["yanchor"] * top == pytest.approx(run.nbytes[step] / 2**20)
+            assert mark["xanchor"] == pytest.approx(begin + (1 - begin) * step / run.steps)
 
 
 def test_a_click_at_the_chart_chooses_the_step_and_hovering_tells(view: View, made: Made) -> None:
@@ -404,6 +408,8 @@ def test_the_chart_has_a_logarithmic_scale(view: View, made: Made) -> None:
     everything = [run.nbytes / 2**20 for run in made.exploration.runs]
     assert view.js(f"return {CHART}.layout.yaxis.type") == "log"
     assert 10**least < min(map(min, everything)) < max(map(max, everything)) < 10**most
+    for mark, run in zip(marks(view), made.exploration.runs, strict=True):
+        assert 10 ** (least + mark["yanchor"] * (most - least)) == pytest.approx(run.nbytes[0] / 2**20)
 
 
 def test_the_chart_takes_the_colours_of_the_theme(view: View) -> None:

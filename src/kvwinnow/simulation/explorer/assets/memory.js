@@ -108,6 +108,8 @@ class MemoryChart {
     const { data, edge } = this;
     const colour = styled("--soft");
     const across = (step) => edge + (1 - edge) * (step / Math.max(1, data.steps));
+    const [bottom, top] = this.range;
+    const up = (mib) => ((this.logarithmic.checked ? Math.log10(mib) : mib) - bottom) / (top - bottom);
     const upright = (step, line) => ({
       type: "line", layer: "below", xref: "paper", x0: across(step), x1: across(step), yref: "paper", y0: 0, y1: 1,
       line: { color: colour, ...line },
@@ -116,7 +118,7 @@ class MemoryChart {
       const at = stepOf(run, this.step);
       return {
         type: "circle", name: run.label, xref: "paper", xsizemode: "pixel", xanchor: across(at), x0: -4, x1: 4,
-        ysizemode: "pixel", yanchor: run.nbytes[at] / MIB, y0: -4, y1: 4, fillcolor: this.colour(run), line: { width: 0 },
+        yref: "paper", ysizemode: "pixel", yanchor: up(run.nbytes[at] / MIB), y0: -4, y1: 4, fillcolor: this.colour(run), line: { width: 0 },
       };
     });
     return [upright(0, { width: 1 }), upright(this.step, { width: 1.5, dash: "2px,3px" }), ...marks];
@@ -126,6 +128,16 @@ class MemoryChart {
 
   /** Where the prompt's part ends, of the width. */
   get edge() { return this.data.steps ? PROMPT_SHARE : 0.97; }
+
+  /** Of MiB from the bottom to the top; their logarithms on such a scale. */
+  get range() {
+    const { runs } = this.data;
+    const bytes = runs.flatMap((run) => [...run.nbytes, ...run.foretold.map(([, one]) => one)]);
+    const most = Math.max(...bytes) / MIB;
+    // A cache of a few tokens is so small that it would have most of a logarithmic scale.
+    const least = Math.min(...runs.flatMap((run) => run.nbytes)) / MIB / 4;
+    return this.logarithmic.checked ? [Math.log10(least), Math.log10(1.3 * most)] : [0, 1.06 * most];
+  }
 
   layout() {
     const { edge, data: { prompt, steps } } = this;
@@ -140,8 +152,6 @@ class MemoryChart {
     });
     const lengths = ticks(0, prompt, Math.floor((edge * width) / 60)).filter((length) => length < 0.8 * prompt);
     const answered = ticks(0, steps, Math.floor(((1 - edge) * width) / 45)).filter((step) => step > 0 && Number.isInteger(step));
-    const bytes = this.data.runs.flatMap((run) => [...run.nbytes, ...run.foretold.map(([, one]) => one)]);
-    const [least, most] = [Math.min(...bytes) / MIB, Math.max(...bytes) / MIB];
     return {
       xaxis: tokens("prompt (foretold)", {
         domain: [0, edge], range: [0, prompt], tickvals: [...lengths, prompt], ticktext: [...lengths, prompt].map(number),
@@ -151,15 +161,15 @@ class MemoryChart {
         ticktext: answered.map((step) => `+${number(step)}`),
       }),
       yaxis: axis("cache, MiB", this.logarithmic.checked
-        ? { type: "log", range: [Math.log10(least * 0.8), Math.log10(most * 1.3)], dtick: most > 3 * least ? "D1" : undefined }
-        : { type: "linear", range: [0, 1.06 * most], nticks: 6 }),
+        ? { type: "log", range: this.range, dtick: this.range[1] - this.range[0] > 1.3 ? 1 : "D2" }
+        : { type: "linear", range: this.range, nticks: 6 }),
       shapes: this.shapes(),
       width: this.plot.clientWidth,
       height: this.plot.clientHeight,
       margin: { l: 54, r: 14, t: 8, b: 40 },
       font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: soft },
-      paper_bgcolor: "transparent",
-      plot_bgcolor: "transparent",
+      paper_bgcolor: styled("--panel"),
+      plot_bgcolor: styled("--panel"),
       hovermode: "x unified",
       hoverdistance: -1,
       hoverlabel: {
