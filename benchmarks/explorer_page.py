@@ -4,7 +4,9 @@ The page is made with the default model, its three default policies and the full
 tokens. It is then opened anew several times in headless Chromium. Milliseconds from the start of the navigation:
 
   text      the text is painted (the browser's own "first contentful paint")
-  drawn     shading, strips, maps, lines and answers are painted too, and everything can be used
+  drawn     shading, strips, maps and answers are painted too, and everything can be used
+  chart     the memory chart is drawn, whose library is started after that, once the chart is in sight: the page is
+            scrolled there as soon as all else is drawn; and how long nothing else can be done meanwhile (busy)
 
 and the time from a move of the slider until the next frame is painted, for every step.
 
@@ -30,8 +32,16 @@ from selenium.webdriver.support.ui import WebDriverWait
 QUESTION = "Who is the text about, and what is she like?"
 OPENED = """
 const at = (name) => performance.getEntriesByName(name)[0].startTime;
-return [at("first-contentful-paint"), at("drawn")];
+return [at("first-contentful-paint"), at("drawn"), at("chart"), longest];
 """
+WATCH = """
+window.longest = 0;
+const note = (list) => list.getEntries().forEach((task) => {
+  if (performance.getEntriesByName("drawn").length) longest = Math.max(longest, task.duration);
+});
+new PerformanceObserver(note).observe({ type: "longtask" });
+"""
+TO_CHART = "document.getElementById('memory').scrollIntoView({ block: 'center' })"
 MOVED = """
 const done = arguments[0], slider = document.getElementById("step"), taken = [];
 const next = () => {
@@ -52,6 +62,8 @@ class Figures:
     size: int
     text: list[float]
     drawn: list[float]
+    chart: list[float]
+    busy: list[float]
     moved: list[float]
 
 
@@ -79,6 +91,10 @@ def _is_drawn(window: webdriver.Chrome) -> bool:
     return bool(window.execute_script("return document.documentElement.dataset.ready"))
 
 
+def _has_chart(window: webdriver.Chrome) -> bool:
+    return bool(window.execute_script("return performance.getEntriesByName('chart').length"))
+
+
 def measure(page: Path, runs: int) -> Figures:
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
@@ -90,12 +106,15 @@ def measure(page: Path, runs: int) -> Figures:
         for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
             options.add_argument(flag)
         with webdriver.Chrome(options=options, service=Service(driver)) as window:
+            window.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
             window.get(page.resolve().as_uri())
             WebDriverWait(window, 60).until(_is_drawn)
+            window.execute_script(TO_CHART)
+            WebDriverWait(window, 60).until(_has_chart)
             opened.append(window.execute_script(OPENED))
             moved += window.execute_async_script(MOVED)
-    text, drawn = (list(times) for times in zip(*opened, strict=True))
-    return Figures(page.stat().st_size, text, drawn, moved)
+    text, drawn, chart, busy = (list(times) for times in zip(*opened, strict=True))
+    return Figures(page.stat().st_size, text, drawn, chart, busy, moved)
 
 
 def arguments() -> argparse.Namespace:
@@ -123,7 +142,8 @@ def main() -> None:
         found = measure(page, given.runs)
     rows = [
         (name, f"{statistics.median(times):,.0f}", f"{max(times):,.0f}", f"{len(times)}")
-        for name, times in (("text", found.text), ("drawn", found.drawn), ("slider", found.moved))
+        for name, times in asdict(found).items()
+        if name != "size"
     ]
     title = f"A page of {found.size / 1e6:.2f} MB in headless Chromium, milliseconds"
     machine.show(title, ("until", "median", "most", "times"), rows, [], told)

@@ -97,6 +97,15 @@ def test_too_little_memory_is_told_from_other_errors() -> None:
     assert not app._is_out_of_memory(RuntimeError("shapes do not match"))
 
 
+@pytest.mark.parametrize("command", ["explore", "generate", "record", "plan"])
+def test_ways_out_of_too_little_memory_are_options_of_the_command(command: str, run: Callable[..., Ran]) -> None:
+    said = app._out_of_memory([command, "x"])
+    for option in ("--kv-dtype", "--prefill-chunk"):
+        assert (option in said) == (f"{option} " in run(command, "--help").out)
+    assert said.startswith("out of memory; ")
+    assert said.endswith("shorten the prompt")
+
+
 def test_a_reader_that_stops_early_gets_no_traceback() -> None:
     code = "import sys; from kvwinnow.cli import main; sys.exit(main())"
     process = subprocess.Popen(

@@ -99,6 +99,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "policy unknown": (("MODEL", "Why?", "--policy", "snapkw"), ("snapkw", "snapkv")),
     "policy twice": (("MODEL", "Why?", "--policy", "tova", "--policy", "tova"), ("tova", "given twice", "once")),
     "no new tokens": (("MODEL", "Why?", "--new-tokens", "0"), ("--new-tokens", "1")),
+    "chunk of none": (("MODEL", "Why?", "--prefill-chunk", "0"), ("--prefill-chunk", "1")),
     "too many new tokens": (("MODEL", "Why?", "--new-tokens", "5000"), ("--new-tokens", "4096")),
     "prompt too long": (("MODEL", "x" * TRAINED + "?"), (f"{TRAINED + 1} tokens", "--new-tokens", f"{TRAINED}")),
     "page a folder": (("MODEL", "Why?", "-o", "TMP"), ("no file that could be replaced",)),
@@ -126,6 +127,14 @@ def test_bad_input_is_refused_in_a_sentence(
     for part in parts:
         assert part in complaint
     assert [path.name for path in tmp_path.iterdir()] == [prompt.name]
+
+
+def test_a_prompt_may_be_fed_in_pieces(run: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> None:
+    page, question = tmp_path / "page.html", "What was it that we met, and where?"
+    options = ("--policy", "h2o:budget=20", "--prefill-chunk", 9)
+    assert run("explore", tiny_folder, question, *options, "-o", page, "--new-tokens", NEW).code == 0
+    generated = run("generate", tiny_folder, question, *options, "--max-new-tokens", NEW)
+    assert header(page)["runs"][1]["text"] == generated.out.strip()
 
 
 def test_what_can_be_told_before_is_told_before_the_model_is_loaded(

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,10 +29,12 @@ INTERRUPTED = 130
 # What click returns for a reader of stdout that stopped early.
 _READER_GONE = 1
 
-_OUT_OF_MEMORY = (
-    "out of memory; take a smaller budget or a smaller --kv-dtype, feed the prompt in pieces with --prefill-chunk, or "
-    "shorten it"
-)
+_LESS_MEMORY = {
+    "--policy": "take a smaller budget",
+    "--kv-dtype": "take a smaller --kv-dtype",
+    "--prefill-chunk": "feed the prompt in pieces with --prefill-chunk",
+}
+"""What can be done where memory is short, by the option that a command must have for it."""
 
 app = typer.Typer(
     name="kvwinnow",
@@ -81,10 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain("stdout is closed, so there is nowhere to write to; redirect it to a file, or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that the encoding may not have
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        result = typer.main.get_command(app).main(
-            list(sys.argv[1:] if argv is None else argv), prog_name="kvwinnow", standalone_mode=False
-        )
+        result = typer.main.get_command(app).main(given, prog_name="kvwinnow", standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
         return _complain(f"{_one_line(error.format_message())} (see kvwinnow --help)")
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        return _complain(_OUT_OF_MEMORY)
+        return _complain(_out_of_memory(given))
     if result == INTERRUPTED:
         return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
@@ -131,6 +132,15 @@ def _discard_rest() -> None:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).rstrip(".")
+
+
+def _out_of_memory(given: Sequence[str]) -> str:
+    """The complaint, with the ways out that the command which was given has."""
+    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
+    named = next((commands[word] for word in given if word in commands), None)
+    options = {name for param in (named.params if named else ()) for name in param.opts}
+    ways = [way for option, way in _LESS_MEMORY.items() if option in options]
+    return f"out of memory; {', '.join([*ways, 'or shorten the prompt' if ways else 'shorten the prompt'])}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -37,6 +37,9 @@ def explore(
     ] = None,
     output: Annotated[str, typer.Option("--output", "-o", metavar="PAGE", help="The page to write.")] = "page.html",
     new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Length of the answers at most.")] = 64,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Feed the prompt in pieces of this many tokens, which takes less memory.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
 ) -> None:
     """Show what policies did to a prompt, token by token, as one HTML page that needs no network."""
@@ -69,7 +72,16 @@ def explore(
         ids = encode(tokenizer, "\n\n".join(filter(None, (text, asked))), system=system)
         check_length(loaded, ids.shape[1], new_tokens, option="--new-tokens")
         shown = NAME if name is None else os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name
-        exploration = collect(loaded, tokenizer, ids, chosen, name=shown, new_tokens=new_tokens, progress=show)
+        exploration = collect(
+            loaded,
+            tokenizer,
+            ids,
+            chosen,
+            name=shown,
+            new_tokens=new_tokens,
+            prefill_chunk=prefill_chunk,
+            progress=show,
+        )
         show("writing the page")
         size = write(output, exploration)
     err().print(

@@ -21,6 +21,7 @@ REQUIRED = "KVWINNOW_REQUIRE_BROWSER"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900")
 TOKENS = "#text > .t"
+CHART = "document.querySelector('#memory .plot')"
 
 
 def start() -> webdriver.Chrome:
@@ -48,8 +49,8 @@ class View:
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
-    def open(self, page: Path) -> None:
-        self.size(1280, 900)
+    def open(self, page: Path, width: int = 1280, height: int = 500) -> None:
+        self.size(width, height)
         self.theme("light")
         self.driver.get_log("performance")
         self.driver.get_log("browser")
@@ -62,6 +63,14 @@ class View:
     def settle(self) -> None:
         """Wait for what the last action draws."""
         self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 0));")
+
+    def chart(self) -> list[dict[str, Any]]:
+        """The traces of the memory chart, which is drawn once it is in sight."""
+        self.js("document.getElementById('memory').scrollIntoView({block: 'center'})")
+        WebDriverWait(self.driver, 60).until(lambda _: self.js(f"return {CHART}.dataset.drawn"))
+        self.settle()
+        found: list[dict[str, Any]] = self.js(f"return {CHART}.data")
+        return found
 
     def one(self, selector: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -105,6 +114,15 @@ class View:
         self.settle()
         return self.one("#tip").text
 
+    def point_at(self, x: float, y: float, *, click: bool = False) -> None:
+        """Point at a place of the window with the mouse."""
+        actions = ActionChains(self.driver)
+        actions.w3c_actions.pointer_action.move_to_location(round(x), round(y))
+        if click:
+            actions.click()
+        actions.perform()
+        self.driver.execute_async_script("setTimeout(arguments[0], 150)")  # plotly looks at the pointer at intervals
+
     def press(self, *keys: str) -> None:
         ActionChains(self.driver).send_keys(*keys).perform()
         self.settle()
@@ -122,6 +140,10 @@ class View:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
     def requests(self) -> Sequence[str]:
-        """Addresses that were asked for since the page was opened, the page itself included."""
+        """Addresses that were asked for since the page was opened, the page itself included.
+
+        Those of blobs are left out: they name what the page itself has in memory.
+        """
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        return [address for address in asked if not address.startswith("blob:")]

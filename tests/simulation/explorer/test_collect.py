@@ -122,6 +122,30 @@ def test_no_token_was_lost_that_scored_above_one_that_stayed(policy: str) -> Non
         )
 
 
+FORETOLD = {
+    **FULL_WIDTH,
+    "pyramid": "pyramidkv:budget=30,window=8,kernel=3",
+    "share": "h2o:budget=0.25",
+    "bytes": "tova:budget=24KiB",
+}
+
+
+@pytest.mark.filterwarnings("ignore:all layers of this model see")
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", FORETOLD.values(), ids=FORETOLD)
+def test_what_is_foretold_of_prompts_is_what_caches_take(kind: str, policy: str) -> None:
+    model, (ids, _) = tiny_model(kind, layers=4), tiny_tokens(PROMPT)
+    run = explored(model, policy).runs[-1]
+    told = dict(run.foretold)
+    assert sorted(told) == list(told)
+    assert (min(told), max(told)) == (1, PROMPT)
+    assert told[PROMPT] == run.nbytes[0]
+    for length in list(told)[::9]:
+        cache = CompressedCache(model, policy)
+        next(greedy(model, Plain(), cache, ids[:, :length], max_new_tokens=1))
+        assert cache.nbytes() == told[length], length
+
+
 def test_sliding_layers_keep_their_own_window() -> None:
     made = explored(tiny_model("gemma3", layers=4), "streamingllm:budget=24")
     assert made.sliding == (WINDOW, None, WINDOW, None)
@@ -145,6 +169,15 @@ def test_prompts_in_chunks_are_cut_at_step_0() -> None:
     evicted = watch.evicted(PROMPT)
     assert set(np.unique(evicted)) == {0, NEVER}
     assert np.flatnonzero(evicted[1, 1] == NEVER).tolist() == held(cache, 1, head=1)
+
+
+def test_an_exploration_in_chunks_keeps_what_such_a_cache_holds() -> None:
+    model, (ids, _) = tiny_model(), tiny_tokens(PROMPT)
+    run = explored(model, "h2o:budget=24", prefill_chunk=7).runs[-1]
+    cache = CompressedCache(model, "h2o:budget=24")
+    for step, _ in enumerate(greedy(model, Plain(), cache, ids, max_new_tokens=NEW, prefill_chunk=7)):
+        assert kept_by(run, step) == [[held(cache, layer, head=head) for head in range(2)] for layer in range(2)]
+        assert run.nbytes[step] == cache.nbytes()
 
 
 def test_an_answer_ends_with_its_end_token() -> None:

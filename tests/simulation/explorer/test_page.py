@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 import zlib
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plotly.offline import get_plotlyjs
 
 from kvwinnow.errors import KvwinnowError
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
@@ -41,6 +43,7 @@ def test_the_page_holds_what_was_collected(made: Made) -> None:
     header = json.loads(blob(html, "header"))
     for told, run in zip(header["runs"], made.exploration.runs, strict=True):
         assert told["nbytes"] == run.nbytes.tolist()
+        assert told["foretold"] == [list(pair) for pair in run.foretold]
         assert told["policy"] == run.policy
         assert told["budgets"] == list(run.budgets)
 
@@ -68,6 +71,20 @@ def test_the_page_refers_to_nothing_outside_it(made: Made) -> None:
     own = code.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not re.search(r"https?://|//cdn|@import|url\(|fetch\(|import\(", own)
     assert "</script><script>window.hacked" not in html
+
+
+def test_the_chart_library_is_in_the_page_as_its_package_has_it(made: Made) -> None:
+    assert blob(made.path.read_text("utf-8"), "plotly") == get_plotlyjs().encode("utf-8")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "plotly"])
+def test_without_its_packages_the_way_out_is_named(
+    made: Made, tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(KvwinnowError, match=rf"made with {package}, which .*pip install 'kvwinnow\[tools\]'"):
+        write(tmp_path / "page.html", made.exploration)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_script_and_style_is_a_file_of_the_package() -> None:
@@ -106,6 +123,7 @@ def large(policies: int) -> Exploration:
                 answer=("word ",) * (steps + 1),
                 text="word",
                 retained=generator.random((30, 3), dtype=np.float32),
+                foretold=tuple((n, 10**5 * n + number) for n in range(1, prompt, 67)),
             )
         )
     return Exploration("large", "bfloat16", tuple(f" token{i}" for i in range(prompt)), (None,) * 30, tuple(runs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
 from kvwinnow.simulation.explorer.page import write
-from tests.simulation.explorer.browser import TOKENS, View
+from tests.simulation.explorer.browser import CHART, TOKENS, View
 from tests.simulation.explorer.conftest import NASTY, Made
 
 COME = "[...document.querySelectorAll('#answer .t')].filter((node) => !node.hidden)"
@@ -54,7 +55,7 @@ def test_the_text_is_there_token_by_token(view: View, made: Made) -> None:
 def test_markup_in_the_prompt_stays_text(view: View) -> None:
     assert view.js("return window.hacked") is None
     assert view.many("#text script, #text > b, #text > .t > :not(b)") == []
-    assert view.js("return document.querySelectorAll('script:not([type])').length") == 1
+    assert view.js("return document.body.querySelectorAll('script:not([type])').length") == 1
 
 
 def test_newlines_break_lines_and_are_shown(view: View, made: Made) -> None:
@@ -165,7 +166,7 @@ def test_the_tooltip_of_a_head_tells_its_score_and_its_end(view: View, made: Mad
         assert facts["kept"] == ("yes" if kind == "kept" else "no")
         assert float(facts["score"]) == pytest.approx(float(run.scores[2, 1, index]), rel=2e-3)
         if kind == "at the prompt":
-            assert facts["evicted"] == "when the prompt ended"
+            assert facts["evicted"] == "before the answer"
         if kind == "later":
             assert facts["evicted"] == f"at step {chosen[index]}"
 
@@ -178,7 +179,7 @@ def test_the_tooltip_of_all_heads_tells_where(view: View, made: Made) -> None:
     told = view.hover(TOKENS, index).splitlines()
     facts = dict(zip(told[2::2], told[3::2], strict=True))
     assert facts["kept"] == f"by {counts[index]} of 8 KV heads"
-    assert facts["evicted"] == f"when the prompt ended by {8 - counts[index]}"
+    assert facts["evicted"] == f"before the answer by {8 - counts[index]}"
     held: dict[int, list[int]] = {}
     for group in facts["layer: heads"].split(" · "):
         layers, heads = group.split(": ")
@@ -278,6 +279,7 @@ def test_arrow_keys_walk_from_token_to_token(view: View, made: Made) -> None:
 
 
 def test_up_and_down_go_to_the_line_above_and_below(view: View, made: Made) -> None:
+    view.size(1280, 900)  # so that nothing need be scrolled
     view.many(TOKENS)[token_index(made.exploration, "W")].click()
     first = view.js("return document.activeElement.getBoundingClientRect().top")
     view.press(Keys.ARROW_DOWN)
@@ -337,10 +339,118 @@ def test_memory_is_told_for_every_policy(view: View, made: Made, step: int) -> N
     assert told.startswith(f"{PROMPT + step} tokens: ")
     for run in made.exploration.runs:
         assert f"{run.label} {round(run.nbytes[step] / 2**20, 2):g} MiB" in told
-    assert len(view.many("#memory .line")) == 6
-    drawn = view.js("return explorer.figures.memory.lines.map((line) => line.values)")
-    for values, run in zip(drawn, made.exploration.runs, strict=True):
-        assert values == pytest.approx((run.nbytes / 2**20).tolist())
+
+
+def of_kind(traces: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [trace for trace in traces if trace["meta"] == kind]
+
+
+def marks(view: View) -> list[dict[str, Any]]:
+    """Where the chart marks the present step, one mark for each policy."""
+    found: list[dict[str, Any]] = view.js(f"return {CHART}.layout.shapes.filter((shape) => shape.type === 'circle')")
+    return found
+
+
+def test_the_chart_has_what_was_measured_and_what_was_foretold(view: View, made: Made) -> None:
+    traces = view.chart()
+    runs = made.exploration.runs
+    for trace, run in zip(of_kind(traces, "measured"), runs, strict=True):
+        assert trace["x"] == list(range(PROMPT, PROMPT + run.steps + 1))
+        assert np.array(trace["y"]) * 2**20 == pytest.approx(run.nbytes, rel=1e-12)
+        assert trace["name"] == run.label.split(":")[0]
+    for trace, run in zip(of_kind(traces, "foretold"), runs, strict=True):
+        tokens, nbytes = zip(*run.foretold, strict=True)
+        assert trace["x"] == list(tokens)
+        assert np.array(trace["y"]) * 2**20 == pytest.approx(np.array(nbytes), rel=1e-12)
+    drawn = view.js(
+        f"return [...{CHART}.querySelectorAll('.js-line')].filter((line) => line.getBBox().width > 9).length"
+    )
+    assert drawn == 2 * len(runs)
+    assert view.js(f"return {CHART}.getAttribute('aria-label')").startswith("Chart of memory against tokens. ")
+
+
+def test_the_chart_marks_the_step(view: View, made: Made) -> None:
+    view.chart()
+    begin = view.js(f"return {CHART}.layout.xaxis2.domain[0]")
+    bottom, top = view.js(f"return {CHART}.layout.yaxis.range")
+    assert bottom == 0
+    for step in (0, 5):
+        view.choose(step=step)
+        for mark, run in zip(marks(view), made.exploration.runs, strict=True):
+            assert mark["yanchor"] * top == pytest.approx(run.nbytes[step] / 2**20)
+            assert mark["xanchor"] == pytest.approx(begin + (1 - begin) * step / run.steps)
+
+
+def test_a_click_at_the_chart_chooses_the_step_and_hovering_tells(view: View, made: Made) -> None:
+    view.chart()
+    spans = view.js(
+        f"return [...{CHART}.querySelectorAll('.nsewdrag')].map((n) => {{"
+        " const b = n.getBoundingClientRect(); return [b.left, b.width, b.top + b.height / 2]; })"
+    )
+    before, after = sorted(spans)
+    view.point_at(after[0] + after[1] * 3 / 7, after[2])
+    told = view.text("#memory .hoverlayer")
+    assert told.startswith(f"{PROMPT + 3} tokens")
+    for run in made.exploration.runs:
+        assert f"{run.label.split(':')[0]}: {round(run.nbytes[3] / 2**20, 2):g} MiB" in told
+    view.point_at(after[0] + after[1] * 3 / 7, after[2], click=True)
+    assert view.text("#now") == "3 of 7"
+    view.point_at(before[0] + before[1] / 2, before[2], click=True)  # where only prompts are foretold
+    assert view.text("#now") == "3 of 7"
+    assert f"{made.exploration.runs[0].label}: " in view.text("#memory .hoverlayer")
+
+
+def test_the_chart_has_a_logarithmic_scale(view: View, made: Made) -> None:
+    view.chart()
+    view.one("#memory input").click()
+    view.settle()
+    least, most = view.js(f"return {CHART}.layout.yaxis.range")
+    everything = [run.nbytes / 2**20 for run in made.exploration.runs]
+    assert view.js(f"return {CHART}.layout.yaxis.type") == "log"
+    assert 10**least < min(map(min, everything)) < max(map(max, everything)) < 10**most
+    for mark, run in zip(marks(view), made.exploration.runs, strict=True):
+        assert 10 ** (least + mark["yanchor"] * (most - least)) == pytest.approx(run.nbytes[0] / 2**20)
+
+
+def test_the_chart_takes_the_colours_of_the_theme(view: View) -> None:
+    view.chart()
+    colours = f"return {CHART}.data.map((trace) => trace.line.color)"
+    painted = f"return getComputedStyle({CHART}.querySelectorAll('.js-line')[0]).stroke"
+    light = view.js(colours), view.js(painted)
+    view.theme("dark")
+    view.settle()
+    view.settle()
+    dark = view.js(colours), view.js(painted)
+    assert dark[0][:6] == [
+        view.js("return getComputedStyle(document.documentElement).getPropertyValue(arguments[0])", f"--run-{number}")
+        for number in range(6)
+    ]
+    assert all(one != other for one, other in zip(light[0], dark[0], strict=True))
+    assert dark[1] == "rgb(154, 164, 176)"
+    assert light[1] == "rgb(91, 100, 112)"
+
+
+def test_the_chart_waits_for_the_page_and_until_it_is_in_sight(browser: View, made: Made) -> None:
+    browser.open(made.path, 390, 500)
+    browser.driver.execute_async_script("setTimeout(arguments[0], 500)")
+    assert browser.js("return typeof Plotly") == "undefined"
+    assert browser.text("#memory .readout").startswith(f"{PROMPT} tokens: ")
+    height = browser.one("#memory").rect["height"]
+    browser.chart()
+    assert browser.one("#memory").rect["height"] == height
+    times = [
+        browser.js("return performance.getEntriesByName(arguments[0])[0].startTime", name)
+        for name in ("first-contentful-paint", "drawn", "chart")
+    ]
+    assert times == sorted(times)
+    assert browser.errors() == []
+
+
+def test_the_chart_takes_no_stop_of_the_keyboard(view: View) -> None:
+    view.chart()
+    stops = view.many("#memory a, #memory button, #memory input, #memory [tabindex]")
+    assert [stop.tag_name for stop in stops] == ["input"]
+    assert stops[0].accessible_name == "logarithmic scale"
 
 
 def test_the_answers_stand_side_by_side(view: View, made: Made) -> None:
@@ -390,7 +500,8 @@ def test_text_can_be_read_in_light_and_dark(view: View, theme: str) -> None:
         assert contrast(view.js(style, node, "color"), behind) >= 4.5, selector
     for selector in ("h1", ".hint", ".figures", "#told", ".readout"):
         assert contrast(view.js(style, view.one(selector), "color"), ground) >= 4.5, selector
-    for selector in ("#memory text", "#held-map text"):
+    view.chart()
+    for selector in ("#memory .plot text", "#held-map text"):
         assert contrast(view.js(style, view.one(selector), "fill"), ground) >= 4.5, selector
 
 
@@ -470,5 +581,7 @@ def test_the_full_cache_alone_and_one_token(browser: View, lone: Made) -> None:
     assert not browser.one("#step").is_enabled()
     assert browser.text("#now") == "0 of 0"
     assert len(browser.many("#answer .t")) == 1
-    assert len(browser.many("#memory circle")) == 1
+    traces = browser.chart()
+    assert [len(trace["x"]) for trace in of_kind(traces, "measured")] == [1]
+    assert len(marks(browser)) == 1
     assert browser.errors() == []

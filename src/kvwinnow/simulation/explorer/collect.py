@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvwinnow.errors import KvwinnowError
+from kvwinnow.cache.memory import layers_nbytes
+from kvwinnow.errors import KvwinnowError, PolicyError
 from kvwinnow.evaluation.generation import greedy
 from kvwinnow.integrations.transformers import CompressedCache
 from kvwinnow.integrations.transformers.structure import inspect_model
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_POLICIES = ("snapkv:budget=0.125", "h2o:budget=0.125", "streamingllm:budget=0.125")
+
+FORETOLD = 60
+"""Lengths of a prompt at most for which the bytes are foretold."""
 
 Progress = Callable[[str], None]
 
@@ -56,6 +61,7 @@ def explore(
     *,
     name: str,
     new_tokens: int,
+    prefill_chunk: int | None = None,
     progress: Progress | None = None,
 ) -> Exploration:
     """Answer one prompt greedily with the full cache and with the cache of each policy.
@@ -67,6 +73,8 @@ def explore(
         policies: all different, see ``different``; the full cache comes first whether named or not.
         name: what the user calls the model.
         new_tokens: length of the answers at most, 1 to ``LONGEST_ANSWER``; an end token ends one before.
+        prefill_chunk: feed the prompt in pieces of at most this many tokens, which takes less memory; policies that
+            evict as it comes decide differently then. None: in one piece.
         progress: called with a few words at each stage.
 
     Raises:
@@ -79,7 +87,7 @@ def explore(
     runs = []
     for policy in (Full(), *different(policies)):
         progress(f"answering with {policy}")
-        runs.append(_run(model, tokenizer, ids, policy, new_tokens))
+        runs.append(_run(model, tokenizer, ids, policy, new_tokens, prefill_chunk))
     sliding = inspect_model(unwrap(model)).sliding
     if None in sliding:  # else no layer follows a policy
         progress("recording what the full cache attends to")
@@ -130,12 +138,17 @@ def label(policy: Policy) -> str:
 
 
 def _run(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, policy: Policy, new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    policy: Policy,
+    new_tokens: int,
+    prefill_chunk: int | None,
 ) -> Run:
     cache = CompressedCache(model, policy)
     watch = Watch(cache, tokens=ids.shape[1] + new_tokens)
     answer, nbytes = [], []
-    for token in greedy(model, tokenizer, cache, ids, max_new_tokens=new_tokens):
+    for token in greedy(model, tokenizer, cache, ids, max_new_tokens=new_tokens, prefill_chunk=prefill_chunk):
         answer.append(token)
         nbytes.append(cache.nbytes())
         watch.step += 1  # the next forward call takes this token in
@@ -151,4 +164,20 @@ def _run(
         nbytes=np.array(nbytes, dtype=np.int64),
         answer=token_texts(tokenizer, answer),
         text=text.strip(),
+        foretold=foretold(cache, ids.shape[1]),
     )
+
+
+def foretold(cache: CompressedCache, prompt: int) -> tuple[tuple[int, int], ...]:
+    """Pairs of tokens and bytes, see ``Run.foretold``: what the cache of one row would take after shorter prompts.
+
+    Args:
+        cache: one that has run, so that the dtypes it stores are known.
+        prompt: tokens of the longest prompt, 1 or more.
+    """
+    shares = np.linspace(0, 1, FORETOLD) ** 1.5  # what is within a budget lies near the start
+    found = []
+    for tokens in sorted({int(n) for n in np.rint(1 + (prompt - 1) * shares)}):
+        with contextlib.suppress(PolicyError):
+            found.append((tokens, sum(layers_nbytes(cache.policy, cache.budgets.layers, batch=1, prompt=tokens))))
+    return tuple(found)

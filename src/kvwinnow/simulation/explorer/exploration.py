@@ -24,7 +24,7 @@ class Run:
     Attributes:
         policy: its text form.
         label: the same, short: parameters left at their defaults are left out.
-        evicted: (L, H, n + K) uint16, the step at which each KV head lost a token: 0 when the prompt ended, k at
+        evicted: (L, H, n + K) uint16, the step at which each KV head lost a token: 0 by the end of the prompt, k at
             decode step k, ``NEVER`` if it was there at the end.
         scores: (L, H, n + K) float32, the score at a token's eviction, or the last one it got. +inf: it was in the
             range that the policy protects. NaN: nothing was scored while the token was there.
@@ -32,6 +32,9 @@ class Run:
         nbytes: (1 + K,) int64, bytes of the whole cache after each step.
         answer: text of each token of the answer, K + 1 of them.
         text: the answer without special tokens.
+        foretold: pairs of tokens and bytes: what the whole cache would take right after a prompt of so many tokens,
+            from 1 to the prompt's length, where the bytes are ``nbytes[0]``. A length at which the policy cannot obey
+            its budget has no pair.
         retained: (L, H) float32, the share of the attention that the full cache pays while it answers which lies on
             tokens that this cache still holds then; NaN in layers that keep a window of their own. None: not measured.
     """
@@ -44,6 +47,7 @@ class Run:
     nbytes: NDArray[np.int64]
     answer: tuple[str, ...]
     text: str
+    foretold: tuple[tuple[int, int], ...] = ()
     retained: NDArray[np.float32] | None = None
 
     @property

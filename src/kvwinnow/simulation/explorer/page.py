@@ -20,7 +20,7 @@ from kvwinnow.errors import KvwinnowError
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
 from kvwinnow.simulation.whole_file import replacing
 
-SCRIPTS = ("data.js", "text.js", "details.js", "charts.js", "figures.js", "main.js")
+SCRIPTS = ("data.js", "text.js", "details.js", "map.js", "memory.js", "figures.js", "main.js")
 """In the order in which they are read; together they are one script."""
 
 _SPARED_BITS = 13
@@ -43,13 +43,17 @@ class Shown:
 
 
 def check_package() -> None:
-    """See that the package which makes a page is there.
+    """See that the packages which make a page are there.
 
     Raises:
-        KvwinnowError: it is missing.
+        KvwinnowError: one is missing.
     """
-    if importlib.util.find_spec("jinja2") is None:
-        raise KvwinnowError("the page is made with jinja2, which this Python lacks; run: pip install 'kvwinnow[tools]'")
+    missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise KvwinnowError(
+            f"the page is made with {' and '.join(missing)}, which this Python lacks; "
+            "run: pip install 'kvwinnow[tools]'"
+        )
 
 
 def write(path: str | os.PathLike[str], exploration: Exploration) -> int:
@@ -59,7 +63,7 @@ def write(path: str | os.PathLike[str], exploration: Exploration) -> int:
         Its size in bytes.
 
     Raises:
-        KvwinnowError: it cannot be written, or the package that makes it is missing.
+        KvwinnowError: it cannot be written, or a package that makes it is missing.
     """
     data = page(exploration).encode("utf-8")
     with replacing(path) as draft:
@@ -94,6 +98,7 @@ def page(exploration: Exploration) -> str:
         style=_asset("page.css"),
         script="\n".join(map(_asset, SCRIPTS)),
         blobs=dict(_blobs(exploration)),
+        plotly=_plotly(),
     )
 
 
@@ -128,6 +133,7 @@ def _header(run: Run) -> dict[str, Any]:
         "tokens": run.evicted.shape[2],
         "budgets": run.budgets,
         "nbytes": run.nbytes.tolist(),
+        "foretold": run.foretold,
         "answer": [text.translate(_CONTROLS) for text in run.answer],
         "text": run.text,
         "retained": retained,
@@ -151,6 +157,14 @@ def _planes(values: NDArray[Any]) -> bytes:
 
 def _packed(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+@cache
+def _plotly() -> str:
+    """The script of plotly.js, compressed."""
+    from plotly.offline import get_plotlyjs
+
+    return _packed(get_plotlyjs().encode("utf-8"))
 
 
 @cache

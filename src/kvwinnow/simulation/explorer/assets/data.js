@@ -3,7 +3,9 @@
 /** Bytes of a compressed blob in the page. */
 async function unpacked(name) {
   const text = document.getElementById(`blob-${name}`).textContent;
-  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const letters = atob(text);
+  const packed = new Uint8Array(letters.length);
+  for (let i = 0; i < packed.length; i += 1) packed[i] = letters.charCodeAt(i);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
@@ -105,6 +107,12 @@ function fate(data, run, cell, token, step) {
   const at = run.evicted[cell * run.tokens + token];
   if (at > stepOf(run, step)) return { kept: true, at: null };
   return { kept: false, at };
+}
+
+/** A run's name without its parameters, where no other run has the same. */
+function shortName(data, run) {
+  const [name] = run.label.split(":");
+  return data.runs.some((other) => other !== run && other.label.split(":")[0] === name) ? run.label : name;
 }
 
 const number = (value) => value.toLocaleString("en-US");

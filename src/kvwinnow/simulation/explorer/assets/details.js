@@ -90,7 +90,7 @@ class Details {
     }
     const times = [...steps].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
     const told = times.slice(0, 3).map(([at, heads]) => {
-      const when = at === 0 ? "when the prompt ended" : `at step ${at}`;
+      const when = at === 0 ? "before the answer" : `at step ${at}`;
       return cells.length === 1 ? when : `${when} by ${number(heads)}`;
     });
     if (times.length > 3) told.push(`at ${times.length - 3} other steps by others`);

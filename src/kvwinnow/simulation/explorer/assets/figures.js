@@ -1,22 +1,12 @@
 // What the charts show: tokens held and attention retained by layer and head, and bytes by token.
 
-const DASHES = ["none", "none", "9 4", "2 3", "9 3 2 3", "14 4"];
-
 class Figures {
   constructor(data, choose) {
     this.data = data;
     const cell = (layer, head) => choose({ layer: String(layer), head: String(head) });
     this.held = new HeatMap(document.getElementById("held-map"), "Tokens held now", cell);
     this.retained = new HeatMap(document.getElementById("retained-map"), "Attention retained", cell);
-    this.memory = new LineChart(document.getElementById("memory"), {
-      xTitle: "tokens seen", yTitle: "cache, MiB", onChoose: (step) => choose({ step }),
-    });
-    this.memory.set(data.runs.map((run) => ({
-      name: run.label,
-      colour: `var(--run-${run.number % 8})`,
-      dash: DASHES[run.number % DASHES.length],
-      values: run.nbytes.map((bytes) => bytes / 2 ** 20),
-    })), data.prompt, (value) => mebibytes(value * 2 ** 20));
+    this.memory = new MemoryChart(document.getElementById("memory"), data, (step) => choose({ step }));
     this.table = document.getElementById("map-table");
     this.folded = this.table.closest("details");
     this.folded.addEventListener("toggle", () => this.fillTable());

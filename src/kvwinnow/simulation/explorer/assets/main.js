@@ -115,9 +115,7 @@ class Explorer {
 
   fillStrips() {
     for (const run of this.data.runs) {
-      const name = run.label.split(":")[0];
-      const alike = this.data.runs.filter((other) => other.label.split(":")[0] === name);
-      const label = element("span", "", alike.length > 1 ? run.label : name);
+      const label = element("span", "", shortName(this.data, run));
       label.title = run.policy;
       const canvas = element("canvas", "");
       canvas.setAttribute("role", "img");
@@ -223,6 +221,7 @@ async function start() {
   await new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); });
   document.documentElement.dataset.ready = "yes";
   performance.mark("drawn");
+  await explorer.figures.memory.draw();
 }
 
 start().catch((error) => {

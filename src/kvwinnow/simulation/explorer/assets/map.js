@@ -1,5 +1,5 @@
-// Two small charts in SVG: a map of layers and heads, and lines over tokens. They take their colours from the style
-// sheet, so that light and dark need no redrawing. (plotly.js takes over a second to start.)
+// A map of layers and heads in SVG: a control that one walks through by keyboard, which no chart of a library is. Its
+// colours come from the style sheet, so that light and dark need no redrawing.
 
 function svgElement(name, attributes = {}, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -8,7 +8,7 @@ function svgElement(name, attributes = {}, text) {
   return made;
 }
 
-/** Round numbers from 0 to at least `most`, about `count` of them. */
+/** Round numbers from `least` to `most`, `count` of them or fewer. */
 function ticks(least, most, count) {
   const raw = (most - least) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -122,86 +122,5 @@ class HeatMap {
 
   tell(at) {
     this.readout.textContent = at ? this.texts[at[0]][at[1]] : "";
-  }
-}
-
-/** Lines over a common axis; the current place is marked, and a click goes to another. */
-class LineChart {
-  constructor(box, { xTitle, yTitle, onChoose }) {
-    Object.assign(this, { box, xTitle, yTitle, onChoose });
-    this.key = element("p", "key");
-    this.svg = svgElement("svg", { role: "img" });
-    this.readout = element("p", "readout");
-    box.append(this.key, this.svg, this.readout);
-    this.svg.addEventListener("pointermove", (event) => this.tell(this.place(event)));
-    this.svg.addEventListener("pointerleave", () => this.tell(this.now));
-    this.svg.addEventListener("click", (event) => this.onChoose(this.place(event)));
-    new ResizeObserver(() => this.draw()).observe(box);
-  }
-
-  /** `lines`: {name, colour, dash, values}, the first value at x = `start`; `label(value)` says one. */
-  set(lines, start, label) {
-    Object.assign(this, { lines, start, label });
-    this.key.replaceChildren(...lines.map((line) => {
-      const item = element("span", "");
-      const sample = svgElement("svg", { width: 26, height: 10, "aria-hidden": "true" });
-      sample.append(svgElement("path", { d: "M0 5H26", style: `stroke: ${line.colour}`, "stroke-dasharray": line.dash }));
-      item.append(sample, line.name);
-      return item;
-    }));
-  }
-
-  show(now) {
-    this.now = now;
-    this.draw();
-    this.tell(now);
-  }
-
-  get steps() { return Math.max(...this.lines.map((line) => line.values.length)) - 1; }
-
-  x(step) { return this.left + (this.steps ? step / this.steps : 0.5) * (this.width - this.left - 14); }
-
-  place(event) {
-    const box = this.svg.getBoundingClientRect();
-    const share = (event.clientX - box.left - this.left) / (this.width - this.left - 14);
-    return Math.max(0, Math.min(this.steps, Math.round(share * this.steps)));
-  }
-
-  draw() {
-    if (!this.lines || this.now === undefined) return;
-    this.width = Math.max(160, this.box.clientWidth);
-    this.left = 52;
-    const [height, top, bottom] = [230, 12, 188];
-    const most = Math.max(...this.lines.flatMap((line) => line.values)) * 1.05;
-    const y = (value) => bottom - (value / most) * (bottom - top);
-    const parts = [];
-    for (const value of ticks(0, most, 5)) {
-      parts.push(svgElement("path", { class: "rule", d: `M${this.left} ${y(value)}H${this.width - 14}` }));
-      parts.push(svgElement("text", { x: this.left - 7, y: y(value) + 4, "text-anchor": "end" }, number(value)));
-    }
-    for (const value of this.steps ? ticks(this.start, this.start + this.steps, this.width / 95) : [this.start]) {
-      if (!Number.isInteger(value)) continue;
-      parts.push(svgElement("text", { x: this.x(value - this.start), y: bottom + 18, "text-anchor": "middle" }, number(value)));
-    }
-    parts.push(svgElement("text", { x: (this.left + this.width) / 2, y: height - 4, "text-anchor": "middle" }, this.xTitle));
-    parts.push(svgElement("text", { transform: `translate(12 ${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, this.yTitle));
-    parts.push(svgElement("path", { class: "now", d: `M${this.x(this.now)} ${top}V${bottom}` }));
-    for (const line of this.lines) {
-      const d = line.values.map((value, step) => `${step ? "L" : "M"}${this.x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-      parts.push(svgElement("path", { class: "line", d, style: `stroke: ${line.colour}`, "stroke-dasharray": line.dash }));
-      const at = Math.min(this.now, line.values.length - 1);
-      parts.push(svgElement("circle", { cx: this.x(at), cy: y(line.values[at]), r: 3.5, style: `fill: ${line.colour}` }));
-    }
-    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
-    this.svg.setAttribute("width", this.width);
-    this.svg.setAttribute("height", height);
-    this.svg.replaceChildren(...parts);
-  }
-
-  tell(step) {
-    const values = this.lines.map((line) => (
-      `${line.name} ${this.label(line.values[Math.min(step, line.values.length - 1)])}`));
-    this.readout.textContent = `${number(this.start + step)} tokens: ${values.join(", ")}`;
-    this.svg.setAttribute("aria-label", `Memory against tokens. ${this.readout.textContent}`);
   }
 }
