@@ -182,7 +182,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parameters unknown": (("TMP/novel.json", "--gpu", "24GB"), ("not known", "--parameters 70B")),
     "context unknown": (("TMP/novel.json",), ("how long a context", "128k")),
     "chunk zero": (("llama-3.1-8b", "--prefill-chunk", "0"), ("prefill chunk '0'", "1 or more")),
-    "new tokens negative": (("llama-3.1-8b", "--new-tokens", "-5"), ("new tokens '-5'", "1 or more")),
+    "new tokens negative": (("llama-3.1-8b", "--new-tokens", "-5"), ("new tokens '-5'", "0 or more")),
     "list of something": (("llama-3.1-8b", "--list"), ("--list", "leave the rest out")),
 }  # fmt: skip
 

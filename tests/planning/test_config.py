@@ -266,10 +266,24 @@ def test_the_dtype_and_the_format_of_the_weights() -> None:
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 4096),
         ({"type": "linear", "factor": 4.0}, 16384),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": float("nan")}, 4096),
+        ({"type": "linear", "factor": float("inf")}, 4096),
     ],
 )
 def test_the_trained_length_is_the_stretched_one(rope: dict[str, Any] | None, trained: int) -> None:
     assert read(max_position_embeddings=4096, rope_scaling=rope).trained == trained
+
+
+@pytest.mark.parametrize("stated", [0, -1])
+def test_a_length_under_1_is_none_stated(stated: int) -> None:
+    assert read(max_position_embeddings=stated).trained is None
+
+
+def test_the_dtype_of_a_model_of_several_kinds_of_input_is_that_of_the_whole() -> None:
+    inner = {**LLAMA, "dtype": "bfloat16"}
+    assert architecture({"model_type": "whole", "dtype": "float32", "text_config": inner}).dtype == "fp32"
+    assert architecture({"model_type": "whole", "torch_dtype": "float32", "text_config": LLAMA}).dtype == "fp32"
+    assert architecture({"model_type": "whole", "text_config": {**LLAMA, "dtype": "float16"}}).dtype == "fp16"
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -365,12 +367,28 @@ def test_a_plan_is_a_json_document() -> None:
     [
         ({"context": 0}, KvwinnowError, ("context 0", "1 or more")),
         ({"context": []}, KvwinnowError, ("no context", "128k")),
+        ({"context": 1.5}, KvwinnowError, ("context 1.5", "1 or more")),
+        ({"context": b"7"}, KvwinnowError, ("context b'7'",)),
+        ({"context": object()}, KvwinnowError, ("context <object",)),
         ({"batch": 0}, KvwinnowError, ("batch=0", "1 or more")),
         ({"batch": -1}, KvwinnowError, ("batch=-1",)),
         ({"batch": 1.5}, KvwinnowError, ("batch=1.5",)),
         ({"block": 0}, KvwinnowError, ("block=0",)),
         ({"chunk": 0}, KvwinnowError, ("0",)),
         ({"new": -1}, KvwinnowError, ("-1",)),
+        ({"new": 0.0}, KvwinnowError, ("new tokens 0.0", "0 or more")),
+        ({"new": False}, KvwinnowError, ("new tokens False",)),
+        ({"gpu": 24}, KvwinnowError, ("a int", "24GB")),
+        ({"gpu": []}, KvwinnowError, ("a list", "24GB")),
+        ({"policy": 7}, PolicyError, ("7", "int", "snapkv")),
+        ({"policy": False}, PolicyError, ("False", "bool", "snapkv")),
+        ({"dtype": False}, CodecError, ("False", "int4")),
+        ({"k_dtype": []}, CodecError, ("[]", "int4")),
+        ({"v_dtype": np.array([1, 2])}, CodecError, ("int4",)),
+        ({"weights_dtype": ""}, KvwinnowError, ("weights dtype ''", "int4")),
+        ({"weights_dtype": ["int4"]}, KvwinnowError, ("weights dtype ['int4']", "nvfp4")),
+        ({"overhead": "all"}, KvwinnowError, ("overhead 'all'", "10%")),
+        ({"gpu": "24GB", "overhead": None}, KvwinnowError, ("overhead None", "10%")),
         ({"gpu": "H1000"}, KvwinnowError, ("H1000", "H100-80GB")),
         ({"gpu": "24GB", "overhead": "all"}, KvwinnowError, ("overhead 'all'", "10%")),
         ({"weights_dtype": "int5"}, KvwinnowError, ("int5", "int4")),
@@ -407,6 +425,33 @@ def test_a_budget_within_a_policy_follows() -> None:
     policy = kvwinnow.parse("compose:budget=300,prompt=snapkv(window=16),decode=h2o(sinks=2)")
     assert str(with_budget(policy, 500)) == str(policy).replace("budget=300", "budget=500")
     assert with_budget(SnapKV(budget=0.5), 99) == SnapKV(budget=99)
+
+
+def test_numbers_of_numpy_are_planned() -> None:
+    by_numpy = plan("llama-3.1-8b", context=np.int64(1024), batch=np.int32(2), new=np.uint8(3))  # type: ignore[arg-type]
+    assert by_numpy == plan("llama-3.1-8b", context=1024, batch=2, new=3)
+    json.dumps(by_numpy.to_json())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Attention(8, 0, 64),
+        lambda: Attention(8, 2, 64.0),  # type: ignore[arg-type]
+        lambda: Attention(8, 2, 64, window=0),
+        lambda: Latent(8, -1, 64),
+        lambda: State(True, 1, 1),
+        lambda: State(8, -1, 1),
+    ],
+)
+def test_a_layer_made_by_hand_has_sizes(make: Callable[[], object]) -> None:
+    with pytest.raises(KvwinnowError, match=r"of a layer \((Attention|Latent|State)\) must be a whole number"):
+        make()
+
+
+def test_a_budget_without_end_is_refused_at_once() -> None:
+    with pytest.raises(PolicyError, match="is no budget"):
+        plan("llama-3.1-8b", context=1024, policy="snapkv:budget=" + "9" * 4000 + "GB")
 
 
 def test_layers_of_different_shapes_are_not_served() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwinnow.errors import KvwinnowError
-from kvwinnow.planning.gpus import GPUS, parse_gpu
-from kvwinnow.planning.units import parse_overhead, parse_parameters, parse_tokens, show_tokens
+from kvwinnow.planning.gpus import GPU, GPUS, parse_gpu
+from kvwinnow.planning.units import parse_count, parse_overhead, parse_parameters, parse_tokens, show_tokens
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,32 @@ def test_what_is_no_number_of_tokens(text: object) -> None:
         parse_tokens(text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, 10**400, 10**5000], ids=["digits", "number", "huge"])
+@pytest.mark.parametrize("read", [parse_tokens, parse_parameters, partial(parse_count, "batch")])
+def test_numbers_without_end_are_refused_in_short(read: Callable[[str | int], int], text: str | int) -> None:
+    with pytest.raises(KvwinnowError, match="more than 1,000,000,000,000,000,000, the most that is planned") as raised:
+        read(text)
+    assert len(str(raised.value)) < 200
+
+
+def test_a_unit_counts_before_the_limit() -> None:
+    assert parse_tokens("900000000000000k") == 900_000_000_000_000 * 1024
+    with pytest.raises(KvwinnowError, match="the most that is planned"):
+        parse_tokens("9" * 15 + "M")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert parse_tokens(np.int64(7)) == parse_count("batch", np.int32(7)) == 7  # type: ignore[arg-type]
+    assert type(parse_tokens(np.int64(7))) is int  # type: ignore[arg-type]
+    assert parse_overhead(np.float32(0.25), 1000) == 250
+
+
+def test_none_of_something_may_be_asked_for() -> None:
+    assert parse_tokens("0", least=0) == parse_tokens("00", least=0) == parse_tokens(0, least=0) == 0
+    with pytest.raises(KvwinnowError, match="new tokens -1 is none; give a whole number of tokens, 0 or more"):
+        parse_tokens(-1, "new tokens", least=0)
+
+
 @given(st.integers(1, 2**40))
 def test_shown_tokens_are_read_back(tokens: int) -> None:
     assert parse_tokens(show_tokens(tokens)) == tokens
@@ -52,9 +83,9 @@ def test_overhead() -> None:
     assert parse_overhead(0.25, 1000) == 250
     assert parse_overhead("1KiB", 10_000) == 1024
     assert parse_overhead("0", 1000) == parse_overhead("0%", 1000) == 0
-    for wrong in ("much", "-1%", "100%", 1.5, "x%", float("nan")):
+    for wrong in ("much", "-1%", "100%", 1.5, "x%", float("nan"), None, [], True, 10**400, "9" * 5000 + "GB"):
         with pytest.raises(KvwinnowError, match="overhead"):
-            parse_overhead(wrong, 1000)
+            parse_overhead(wrong, 1000)  # type: ignore[arg-type]
     with pytest.raises(KvwinnowError, match="give less"):
         parse_overhead("2GiB", 2**30)
 
@@ -106,3 +137,17 @@ def test_every_gpu_of_the_table_is_found_by_its_name_and_number(name: str) -> No
 def test_what_is_no_gpu(text: str, part: str) -> None:
     with pytest.raises(KvwinnowError, match=part):
         parse_gpu(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + "xH100", "H100x" + "9" * 5000, "9" * 5000 + "GB", "1000xH100"])
+def test_gpus_without_end(text: str) -> None:
+    with pytest.raises(KvwinnowError, match="GPU"):
+        parse_gpu(text)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"memory": 0}, {"memory": 1e9}, {"memory": 10, "count": 0}, {"memory": 10, "count": True}]
+)
+def test_a_gpu_made_by_hand_has_memory_and_a_number(fields: dict[str, Any]) -> None:
+    with pytest.raises(KvwinnowError, match="a whole number, 1 or more"):
+        GPU("mine", **fields)

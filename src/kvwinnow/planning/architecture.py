@@ -27,6 +27,9 @@ class Attention:
     head_dim: int
     window: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
     def __str__(self) -> str:
         kind = "full attention" if self.window is None else f"sliding attention, window {self.window:,}"
         return f"{kind}, {self.heads} query heads, {self.kv_heads} KV heads of {self.head_dim}"
@@ -67,6 +70,9 @@ class Latent:
     rank: int
     rope_dim: int
 
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
     def __str__(self) -> str:
         return f"MLA, {self.heads} query heads, one latent of {self.rank} + {self.rope_dim}"
 
@@ -105,6 +111,9 @@ class State:
     elements: int
     float32: int
 
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
     def __str__(self) -> str:
         return f"linear attention, a state of {self.heads} heads"
 
@@ -128,6 +137,18 @@ class State:
                 "divides them"
             )
         return State(self.heads // gpus, self.elements // gpus, self.float32 // gpus)
+
+
+def _check_sizes(layer: Attention | Latent | State) -> None:
+    """Refuse sizes with which nothing can be divided or multiplied."""
+    for field in dataclasses.fields(layer):
+        value = getattr(layer, field.name)
+        least = 0 if field.name in ("elements", "float32") else 1
+        optional = value is None and field.name == "window"
+        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise KvwinnowError(
+                f"{field.name}={value!r} of a layer ({type(layer).__name__}) must be a whole number, {least} or more"
+            )
 
 
 Layer = Attention | Latent | State

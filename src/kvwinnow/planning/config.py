@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,7 +109,7 @@ def architecture(config: Config, *, name: str = "", source: str = "") -> Archite
         shared = _number(text, "num_kv_shared_layers", least=0) or 0
         if shared:  # the upper layers read what a lower one cached
             layers, unserved = layers[: number - shared], "its upper layers share the keys and values of lower ones"
-    dtype = _DTYPES.get(str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")).split(".")[-1])
+    dtype = _dtype(config) or _dtype(text)
     weights = _weights(config.get("quantization_config") or text.get("quantization_config"), dtype or "bf16", notes)
     return Architecture(
         name=called,
@@ -126,7 +127,7 @@ def architecture(config: Config, *, name: str = "", source: str = "") -> Archite
 
 def trained_length(config: Config) -> int | None:
     """Positions a model serves, stretched by its RoPE scaling (linear, dynamic, YaRN) where that is longer."""
-    stated = next((config[key] for key in _TRAINED if _is_number(config.get(key))), None)
+    stated = next((config[key] for key in _TRAINED if _is_number(config.get(key)) and config[key] > 0), None)
     if stated is None or str(config.get("model_type")).startswith("gemma3"):  # they state the stretched length
         return stated
     rope = config.get("rope_parameters") or config.get("rope_scaling")
@@ -136,7 +137,8 @@ def trained_length(config: Config) -> int | None:
         factor = part.get("factor")
         if str(part.get("rope_type") or part.get("type")) in ("linear", "dynamic", "yarn"):
             original = _number(part, "original_max_position_embeddings") or stated
-            lengths.append(int(original * factor) if isinstance(factor, int | float) else int(original))
+            stretch = factor if isinstance(factor, int | float) and math.isfinite(factor) else 1
+            lengths.append(int(original * stretch))
     return max(lengths)
 
 
@@ -273,6 +275,10 @@ def _unserved(text: Config, kind: str, layers: tuple[Layer, ...]) -> str | None:
     if "chunked_attention" in text.get("layer_types", ()):
         return "some of its layers attend in chunks"
     return None
+
+
+def _dtype(config: Config) -> str | None:
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")).split(".")[-1])
 
 
 def _weights(quantised: Any, dtype: str, notes: list[str]) -> str | None:

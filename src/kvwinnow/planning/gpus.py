@@ -28,6 +28,11 @@ class GPU:
     count: int = 1
     source: str = ""
 
+    def __post_init__(self) -> None:
+        for what, value in (("memory", self.memory), ("count", self.count)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise KvwinnowError(f"the {what} of GPU {self.name!r} is {value!r}; give a whole number, 1 or more")
+
     def __str__(self) -> str:
         return self.name if self.count == 1 else f"{self.name}x{self.count}"
 
@@ -77,7 +82,7 @@ _ALIASES = {
     "mi300x192gb": "MI300X",
 }
 
-_TIMES = re.compile(r"(?:(?P<before>\d+)\s*[x*]\s*)?(?P<name>.+?)(?:\s*[x*]\s*(?P<after>\d{1,3}))?", re.IGNORECASE)
+_TIMES = re.compile(r"(?:(?P<before>\d{1,3})\s*[x*]\s*)?(?P<name>.+?)(?:\s*[x*]\s*(?P<after>\d{1,3}))?", re.IGNORECASE)
 
 
 def parse_gpu(text: str) -> GPU:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from kvwinnow.planning.catalogue import find
 from kvwinnow.planning.config import architecture as read_config
 from kvwinnow.planning.fitting import Load, Option, gpus_for, longest_context, options, requests
 from kvwinnow.planning.gpus import GPU, parse_gpu
-from kvwinnow.planning.units import UNITS, parse_overhead, parse_parameters, parse_tokens
+from kvwinnow.planning.units import MOST, UNITS, parse_count, parse_overhead, parse_parameters, parse_tokens
 from kvwinnow.planning.weights import weights_bytes
 from kvwinnow.policies import Full, Policy, parse
 
@@ -249,10 +250,10 @@ def plan(  # noqa: PLR0913 - each is one thing that a user may ask
         total = parse_parameters(parameters)
         small = Parameters(total, min(known.embeddings, total), min(known.experts, total))
         architecture = dataclasses.replace(architecture, parameters=small, checkpoint=None)
-    load = Load(_positive("batch", batch), 0 if new in (0, "0") else parse_tokens(new, "new tokens"), _chunk(chunk))
-    machine = parse_gpu(gpu) if isinstance(gpu, str) else gpu
+    load = Load(parse_count("batch", batch), parse_tokens(new, "new tokens", least=0), _chunk(chunk))
+    machine = _machine(gpu, overhead)
     gpus = 1 if machine is None else machine.count
-    full = FullCache(architecture, gpus, _positive("block", block))
+    full = FullCache(architecture, gpus, parse_count("block", block))
     cache = _cache(architecture, policy, (dtype, k_dtype, v_dtype), gpus)
     wanted, codecs = cache or full, cache.codecs if cache else (parse_codec(architecture.dtype),) * 2
     contexts = _contexts(context, architecture)
@@ -311,8 +312,9 @@ def _cache(
     if policy is None and all(dtype is None for dtype in dtypes):
         return None
     check_served(architecture, "the policy" if policy is not None else "the cache's dtypes")
-    chosen = Full() if policy is None else parse(policy) if isinstance(policy, str) else policy
-    k_codec, v_codec = (parse_codec(part or both or architecture.dtype) for part in parts)
+    chosen = Full() if policy is None else policy if isinstance(policy, Policy) else parse(policy)
+    common = architecture.dtype if both is None else both
+    k_codec, v_codec = (parse_codec(common if part is None else part) for part in parts)
     cache = CompressedCachePlan(architecture, chosen, (k_codec, v_codec), gpus)
     cache.check()
     return cache
@@ -325,7 +327,10 @@ def _contexts(asked: int | str | Iterable[int | str] | None, architecture: Archi
                 f"{architecture.name} does not say how long a context it was trained to; give one, such as 128k"
             )
         return (architecture.trained,)
-    several = (asked,) if isinstance(asked, int | str) else tuple(asked)
+    several: tuple[Any, ...] = (asked,)
+    if not isinstance(asked, int | str | bytes):
+        with contextlib.suppress(TypeError):  # a single number of another kind
+            several = tuple(asked)
     if not several:
         raise KvwinnowError("there is no context to plan; give one, such as 128k")
     return tuple(dict.fromkeys(parse_tokens(one) for one in several))
@@ -337,18 +342,22 @@ def _chunk(asked: int | str | None) -> int | None:
     return parse_tokens(asked, "prefill chunk")
 
 
-def _positive(what: str, value: int | str) -> int:
-    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise KvwinnowError(f"{what}={value!r} must be a whole number, 1 or more")
-    return number
+def _machine(gpu: str | GPU | None, overhead: float | str) -> GPU | None:
+    if gpu is None:
+        parse_overhead(overhead, MOST)  # which is of no use then, but may be a slip of the hand
+        return None
+    if isinstance(gpu, GPU):
+        return gpu
+    if not isinstance(gpu, str):
+        raise KvwinnowError(f"the GPU is a {type(gpu).__name__}; give a name or a size, such as 'H100-80GB' or '24GB'")
+    return parse_gpu(gpu)
 
 
 def _weights(architecture: Architecture, asked: str | None) -> tuple[str | None, int | None]:
     """Their format and their bytes, as far as they are known."""
     if asked is None and architecture.checkpoint is not None:
         return architecture.weights, architecture.checkpoint
-    name = asked or architecture.weights
+    name = architecture.weights if asked is None else asked
     if architecture.parameters is None or name is None:
         if asked is not None:
             weights_bytes(Parameters(1, 0, 1), asked)  # an unknown format is an error even so

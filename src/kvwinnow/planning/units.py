@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from decimal import Decimal
 
@@ -13,29 +14,45 @@ UNITS = "1k = 1,024 tokens, 1M = 1,048,576 tokens, GB = 10^9 bytes, GiB = 2^30 b
 
 _TOKENS = {"": 1, "k": 1024, "m": 1024**2}
 _PARAMETERS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+MOST = 10**18
+"""What is larger is a slip of the hand; nothing that is planned comes near it."""
+
+_LONGEST = 60
+"""Characters of a value that a complaint shows."""
+
 _NUMBER = re.compile(r"(\d[\d,_]*(?:\.\d+)?)\s*([A-Za-z]?)")
 
 
-def parse_tokens(text: int | str, what: str = "context") -> int:
+def parse_tokens(text: int | str, what: str = "context", *, least: int = 1) -> int:
     """A number of tokens: 4096, "4096", "128k" (1k = 1,024) or "1M" (1,048,576).
 
     Args:
         text: the number.
         what: it is, for the complaint.
+        least: the smallest that is allowed.
 
     Raises:
-        KvwinnowError: something else, or less than 1.
+        KvwinnowError: something else, less than ``least``, or more than ``MOST``.
     """
-    return _scaled(text, _TOKENS, what, "a whole number of tokens, 1 or more, such as 4096, 128k or 1M")
+    return _scaled(text, _TOKENS, what, f"a whole number of tokens, {least} or more, such as 4096, 128k or 1M", least)
 
 
 def parse_parameters(text: int | str) -> int:
     """A number of parameters: 8030261248, "70B" (10^9) or "135M" (10^6).
 
     Raises:
-        KvwinnowError: something else, or less than 1.
+        KvwinnowError: something else, less than 1, or more than ``MOST``.
     """
     return _scaled(text, _PARAMETERS, "parameters", "a number of 1 or more, such as 135M or 70.6B")
+
+
+def parse_count(what: str, value: int | str) -> int:
+    """A plain number, such as of rows: 8 or "8".
+
+    Raises:
+        KvwinnowError: something else, less than 1, or more than ``MOST``.
+    """
+    return _scaled(value, {"": 1}, what, "a whole number, 1 or more", joint="=")
 
 
 def parse_overhead(text: float | str, memory: int) -> int:
@@ -45,7 +62,7 @@ def parse_overhead(text: float | str, memory: int) -> int:
         KvwinnowError: something else, or all of the memory.
     """
     wrong = KvwinnowError(
-        f"overhead {text!r} is no part of a GPU's memory; give a share such as 10% or a size such as 2GiB"
+        f"overhead {_shown(text)} is no part of a GPU's memory; give a share such as 10% or a size such as 2GiB"
     )
     if isinstance(text, str) and not text.strip().endswith("%"):
         try:
@@ -55,9 +72,9 @@ def parse_overhead(text: float | str, memory: int) -> int:
     else:
         try:
             share = float(text.strip().rstrip("%")) / 100 if isinstance(text, str) else float(text)
-        except ValueError:
+        except (TypeError, ValueError, OverflowError):
             raise wrong from None
-        if not 0 <= share < 1:
+        if isinstance(text, bool) or not 0 <= share < 1:
             raise wrong
         size = int(memory * share)
     if size >= memory:
@@ -73,14 +90,33 @@ def show_tokens(tokens: int) -> str:
     return f"{tokens:,}"
 
 
-def _scaled(text: int | str, units: dict[str, int], what: str, wanted: str) -> int:
-    wrong = KvwinnowError(f"{what} {text!r} is none; give {wanted}")
-    if isinstance(text, bool) or not isinstance(text, int | str):
+def _scaled(text: int | str, units: dict[str, int], what: str, wanted: str, least: int = 1, *, joint: str = " ") -> int:
+    named = f"{what}{joint}{_shown(text)}"
+    wrong = KvwinnowError(f"{named} is none; give {wanted}")
+    value: int | Decimal
+    if isinstance(text, str):
+        match = _NUMBER.fullmatch(text.strip())
+        if match is None or match[2].lower() not in units:
+            raise wrong
+        value = Decimal(re.sub("[,_]", "", match[1])) * units[match[2].lower()]
+    else:
+        try:
+            value = operator.index(text)  # numpy's whole numbers too
+        except TypeError:
+            raise wrong from None
+    if isinstance(text, bool):
         raise wrong
-    match = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
-    if isinstance(text, str) and (match is None or match[2].lower() not in units):
-        raise wrong
-    value = text if match is None else Decimal(re.sub("[,_]", "", match[1])) * units[match[2].lower()]
-    if value != int(value) or value < 1:
+    if value > MOST:
+        raise KvwinnowError(f"{named} is more than {MOST:,}, the most that is planned; give less")
+    if value != int(value) or value < least:
         raise wrong
     return int(value)
+
+
+def _shown(value: object) -> str:
+    """A value as a complaint names it, short."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "with thousands of digits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -42,7 +42,7 @@ def weights_bytes(parameters: Parameters, name: str) -> int:
     Raises:
         KvwinnowError: an unknown format, or one that does not fit the model.
     """
-    form = FORMATS.get(name)
+    form = FORMATS.get(name) if isinstance(name, str) else None
     if form is None:
         raise KvwinnowError(f"weights dtype {name!r} is unknown; known are {', '.join(FORMATS)}")
     if form.covers == "experts" and not parameters.experts:

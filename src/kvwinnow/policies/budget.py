@@ -21,7 +21,8 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+# As many digits as any memory has; numbers without end would be searched without end.
+_SIZE = re.compile(r"(\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]+)")
 
 
 def parse_size(text: str) -> int:
