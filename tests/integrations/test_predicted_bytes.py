@@ -62,3 +62,20 @@ def test_every_family_under_every_policy_takes_the_bytes_foretold(kind: str, pol
 def test_every_pair_of_codecs_takes_the_bytes_foretold(k: str, v: str, policy: str) -> None:
     model = tiny_model(dim=32)
     check(CompressedCache(model, policy, k_dtype=k, v_dtype=v), model, 50, 1)
+
+
+# PyramidKV goes by the tokens seen so far, so its layers' budgets, and with them slots, differ from chunk to chunk.
+UNLAYERED = {name: policy for name, policy in POLICIES.items() if "pyramid" not in policy}
+
+
+@pytest.mark.parametrize("chunk", [7, 16])
+@pytest.mark.parametrize("policy", UNLAYERED.values(), ids=UNLAYERED)
+def test_a_prompt_in_chunks_takes_the_bytes_of_one_in_one_piece(policy: str, chunk: int) -> None:
+    model = tiny_model("gemma3" if chunk == 7 else "llama", layers=4)
+    for prompt in (2, 23, 31, 34, 40, 64):
+        cache = CompressedCache(model, policy, dtype="int4" if prompt % 2 else "fp32")
+        with cache.prompt(length=prompt):
+            for piece in tiny_tokens(prompt)[0].split(chunk, dim=1):
+                logits(model, piece, cache)
+        foretold = layers_nbytes(cache.policy, cache.budgets.layers, batch=1, prompt=prompt)
+        assert foretold == tuple(layer.nbytes() for layer in cache.layers), prompt  # type: ignore[attr-defined]

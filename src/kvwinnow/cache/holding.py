@@ -147,11 +147,15 @@ class Holding:
         return slots_for(tokens, self._bound(), (self.k_codec, self.v_codec), self.exact)
 
     def _resize_for(self, *, more: int = 0) -> None:
-        """Allocate slots if those held do not suffice for the tokens kept and, in decode, for one ``more``."""
+        """Allocate slots if those held do not suffice: in decode for one ``more`` token than is kept.
+
+        After a chunk of a prompt there are as many as if the prompt had come in one piece.
+        """
         slots = self._held()
         first, stop = self._shared()
         count = slots.positions.shape[2] - (stop - first)
-        if self._own_tokens() + more > count:
+        own = self._own_tokens()
+        if own + more > count or (not more and own and self._slots_for(own) > count):
             self._let_go_of_empty_segments()
             first, stop = self._shared()
             target = stop - first + self._slots_for(self._own_tokens())

@@ -291,9 +291,8 @@ def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prom
         more = range(1, new - done + 1)
         return bisect(more, False, key=lambda n: kept_of(Phase.DECODE, prompt + done + n, kept + n) < kept + n)
 
-    done, kept, slots = 0, kept_of(Phase.PROMPT, prompt, prompt), least_slots(layer.codecs, exact)
-    if kept > slots:
-        slots = slots_for(kept, bound, layer.codecs, exact)
+    done, kept = 0, kept_of(Phase.PROMPT, prompt, prompt)
+    slots = slots_for(kept, bound, layer.codecs, exact)
     after_cut: dict[tuple[int, int], int] = {}
     while True:
         more = quiet(done, kept)
