@@ -113,6 +113,26 @@ def test_a_model_that_is_not_served_is_planned_and_said_so(run: Callable[..., Ra
     assert ran.code == 0
     assert "kvwinnow's cache does not serve this model: its layers cache MLA latents" in ran.out
     assert "What fits on what there is" not in ran.out
+    assert "No budgets or formats: kvwinnow's cache does not serve this model" in ran.out
+
+
+def test_weights_that_do_not_fit_are_no_dead_end(run: Callable[..., Ran]) -> None:
+    asked = ("plan", "llama-3.1-70b", "--context", "1M", "--gpu", "H100-80GB")
+    least = "With int4 weights (39.77 GB) 37.20 GB are left: add --weights-dtype int4"
+    plain, fit = run(*asked).out, run(*asked, "--fit").out
+    for out in (plain, fit):
+        assert least in out
+        assert "the weights fit on 2 of these GPUs, by tensor parallelism" in out
+    assert plain.count("add --weights-dtype") == 1
+    assert "With fp8 weights (72.66 GB) 4.31 GB are left" in fit
+    assert "No budgets or formats of the cache: the weights do not fit" in fit
+    assert "fit in no format that is known" in run("plan", "llama-3.1-405b", "--gpu", "1GB").out
+
+
+def test_fit_names_the_rows(run: Callable[..., Ran]) -> None:
+    out = run("plan", "llama-3.1-8b", "--batch", "8", "--gpu", "H100", "--fit").out
+    assert "Longest context of 8 rows with the full cache: " in out
+    assert "128k tokens x 8 rows with the full cache, by tensor parallelism: 2 of these GPUs" in out  # 68.7 + 8.0 of 77.0 GB
 
 
 def test_json_is_the_plan_and_nothing_else(run: Callable[..., Ran]) -> None:

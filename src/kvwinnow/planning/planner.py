@@ -15,10 +15,10 @@ from kvwinnow.planning.architecture import Architecture, Parameters
 from kvwinnow.planning.caches import Cache, CompressedCachePlan, FullCache, check_served, unserved
 from kvwinnow.planning.catalogue import find
 from kvwinnow.planning.config import architecture as read_config
-from kvwinnow.planning.fitting import Load, Option, gpus_for, longest_context, options, requests
+from kvwinnow.planning.fitting import Load, Option, gpus_for, gpus_for_weights, longest_context, options, requests
 from kvwinnow.planning.gpus import GPU, parse_gpu
 from kvwinnow.planning.units import MOST, UNITS, parse_count, parse_overhead, parse_parameters, parse_tokens
-from kvwinnow.planning.weights import weights_bytes
+from kvwinnow.planning.weights import LighterWeights, lighter, weights_bytes
 from kvwinnow.policies import Full, Policy, parse
 
 OVERHEAD = "10%"
@@ -83,6 +83,9 @@ class GPUPlan:
         overhead: bytes of one of them that are kept free.
         weights: bytes of the weights on one of them.
         free: bytes of one of them that are left for the cache; negative: the weights do not fit.
+        lighter: if they do not, the formats in which they would, the smallest first.
+        gpus_for_weights: if they do not, the least number of such GPUs, a power of two, on which they would; None: they
+            fit, or on none up to 64.
     """
 
     name: str
@@ -92,6 +95,8 @@ class GPUPlan:
     overhead: int
     weights: int
     free: int
+    lighter: tuple[LighterWeights, ...] = ()
+    gpus_for_weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -373,7 +378,15 @@ def _gpu(architecture: Architecture, gpu: GPU, overhead: float | str, weights: i
         )
     reserved = parse_overhead(overhead, gpu.memory)
     each = -(-weights // gpu.count)
-    return GPUPlan(gpu.name, gpu.count, gpu.source, gpu.memory, reserved, each, gpu.memory - reserved - each)
+    usable = gpu.memory - reserved
+    found = GPUPlan(gpu.name, gpu.count, gpu.source, gpu.memory, reserved, each, usable - each)
+    if found.free >= 0:
+        return found
+    return dataclasses.replace(
+        found,
+        lighter=lighter(architecture.parameters, gpu.count, usable),
+        gpus_for_weights=gpus_for_weights(architecture, weights, usable),
+    )
 
 
 def _model(architecture: Architecture) -> ModelPlan:

@@ -40,6 +40,8 @@ def _parts(plan: Plan) -> Iterator[ConsoleRenderable | RichCast | str]:
     yield _sizes(plan)
     if plan.gpu is not None:
         yield _gpu(plan, plan.gpu)
+        if plan.gpu.free < 0:
+            yield _lighter(plan, plan.gpu)
         yield _fits(plan)
     if plan.fit is not None:
         yield from _fit(plan, plan.fit)
@@ -115,6 +117,21 @@ def _gpu(plan: Plan, gpu: GPUPlan) -> Table:
     return table
 
 
+def _lighter(plan: Plan, gpu: GPUPlan) -> str:
+    """What would make the weights fit: the smallest format, or with --fit all of them, and the number of GPUs."""
+    each = " of each GPU" if gpu.count > 1 else ""
+    lines = [
+        f"With {one.weights_dtype} weights ({_both(one.weights)[0]} GB) {_both(one.free)[0]} GB are left{each}: "
+        f"add --weights-dtype {one.weights_dtype}"
+        for one in (gpu.lighter if plan.fit is not None else gpu.lighter[:1])
+    ]
+    if gpu.gpus_for_weights is not None:
+        lines.append(f"As they are, the weights fit on {gpu.gpus_for_weights} of these GPUs, by tensor parallelism")
+    if plan.parameters is None:
+        lines.append("How much room other formats leave depends on the number of parameters: add --parameters")
+    return "\n".join(lines) or "The weights fit in no format that is known, nor on up to 64 of these GPUs"
+
+
 def _fits(plan: Plan) -> Table:
     cache = "full cache" if plan.policy is None else f"{_policy(plan.policy)}, {_dtypes(plan.k_dtype, plan.v_dtype)}"
     table = Table(
@@ -136,15 +153,26 @@ def _fits(plan: Plan) -> Table:
 
 def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
     lines = []
+    rows = f" of {plan.batch:,} rows" if plan.batch > 1 else ""
     if plan.policy is not None:
-        lines.append(f"Longest context with this policy and format: {_longest(fit.longest_context)}")
-    lines.append(f"Longest context with the full cache: {_longest(fit.longest_full_context)}")
+        lines.append(f"Longest context{rows} with this policy and format: {_longest(fit.longest_context)}")
+    lines.append(f"Longest context{rows} with the full cache: {_longest(fit.longest_full_context)}")
     for at in fit.contexts:
         gpus = "none up to 64 of these GPUs" if at.gpus_for_full is None else f"{at.gpus_for_full} of these GPUs"
-        lines.append(f"{show_tokens(at.context)} tokens with the full cache, weights divided: {gpus}")
-    yield "\n".join(lines)
+        what = f"{show_tokens(at.context)} tokens{rows and f' x {plan.batch:,} rows'}"
+        lines.append(f"{what} with the full cache, by tensor parallelism: {gpus}")
     if plan.model.unserved:
+        lines.append("No budgets or formats: kvwinnow's cache does not serve this model")
+    elif plan.gpu is not None and plan.gpu.free < 0:
+        lines.append("No budgets or formats of the cache: the weights do not fit")
+    else:
+        yield "\n".join(lines)
+        yield _options(fit)
         return
+    yield "\n".join(lines)
+
+
+def _options(fit: Fit) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="What fits on what there is", title_justify="left"
     )
@@ -163,7 +191,7 @@ def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
         if not at.options:
             table.add_row(show_tokens(at.context), "nothing fits", "", "", "", "", "")
         table.add_section()
-    yield table
+    return table
 
 
 def _longest(tokens: int | None) -> str:
