@@ -132,7 +132,9 @@ def test_weights_that_do_not_fit_are_no_dead_end(run: Callable[..., Ran]) -> Non
 def test_fit_names_the_rows(run: Callable[..., Ran]) -> None:
     out = run("plan", "llama-3.1-8b", "--batch", "8", "--gpu", "H100", "--fit").out
     assert "Longest context of 8 rows with the full cache: " in out
-    assert "128k tokens x 8 rows with the full cache, by tensor parallelism: 2 of these GPUs" in out  # 68.7 + 8.0 of 77.0 GB
+    assert (
+        "128k tokens x 8 rows with the full cache, by tensor parallelism: 2 of these GPUs" in out
+    )  # 68.7 + 8.0 of 77.0 GB
 
 
 def test_json_is_the_plan_and_nothing_else(run: Callable[..., Ran]) -> None:
@@ -183,10 +185,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "batch negative": (("llama-3.1-8b", "--batch", "-1"), ("batch='-1'", "1 or more")),
     "batch in words": (("llama-3.1-8b", "--batch", "two"), ("batch='two'", "1 or more")),
     "block size zero": (("llama-3.1-8b", "--block-size", "0"), ("block='0'", "1 or more")),
-    "GPU unknown": (("llama-3.1-8b", "--gpu", "H10"), ("H10", "H100-80GB", "24GB")),
+    "GPU unknown": (("llama-3.1-8b", "--gpu", "H10"), ("H10", "H100-80GB", "24GiB")),
     "GPU without number": (("llama-3.1-8b", "--gpu", "H100x0"), ("H100x0", "1 or more")),
     "GPUs that do not divide": (("llama-3.1-8b", "--gpu", "H100x5"), ("5 GPUs", "32 query heads", "8 KV heads")),
-    "fit without GPU": (("llama-3.1-8b", "--fit"), ("--gpu", "24GB")),
+    "fit without GPU": (("llama-3.1-8b", "--fit"), ("--gpu", "24GiB")),
     "overhead too large": (("llama-3.1-8b", "--gpu", "24GB", "--overhead", "24GB"), ("24GB", "give less")),
     "overhead in words": (("llama-3.1-8b", "--gpu", "24GB", "--overhead", "some"), ("some", "10%")),
     "policy unknown": (("llama-3.1-8b", "--policy", "snapkw"), ("snapkw", "snapkv")),

@@ -26,7 +26,7 @@ def plan(
     batch: Annotated[str, typer.Option(help="Prompts that are read together.")] = "1",
     gpu: Annotated[
         str | None,
-        typer.Option(help="Such as H100-80GB, H100-80GBx8, 24GB or 2x48GiB.", show_default=False),
+        typer.Option(help="Such as H100-80GB, H100-80GBx8, 24GiB or 2x48GiB.", show_default=False),
     ] = None,
     policy: Annotated[
         str | None,

@@ -13,7 +13,7 @@ from kvwinnow.codecs import parse_codec
 from kvwinnow.planning.architecture import Architecture, Attention
 from kvwinnow.planning.catalogue import built_in
 from kvwinnow.planning.facts import FACTS
-from kvwinnow.planning.gpus import GPUS
+from kvwinnow.planning.gpus import GPUS, sold_size
 from kvwinnow.planning.planner import ContextPlan, Fit, GPUPlan, Plan
 from kvwinnow.planning.units import show_tokens
 from kvwinnow.policies import parse
@@ -50,10 +50,12 @@ def _parts(plan: Plan) -> Iterator[ConsoleRenderable | RichCast | str]:
 
 def _head(plan: Plan) -> str:
     model = plan.model
+    assumed = " (assumed: the config does not say)" if model.dtype_assumed else ""
     layers = "; ".join(f"{count} layers of {what}" for what, count in model.layers.items())
     lines = [
         f"{model.name}: {layers}",
-        f"Computes in {model.dtype}" + (f", trained to {show_tokens(model.trained)} tokens" if model.trained else ""),
+        f"Computes in {model.dtype}{assumed}"
+        + (f", trained to {show_tokens(model.trained)} tokens" if model.trained else ""),
     ]
     per_token = f"Full cache: {model.bytes_per_token:,} bytes a token ({model.bytes_per_token / 1024:,.4g} KiB)"
     if model.bytes_per_late_token != model.bytes_per_token:
@@ -94,15 +96,30 @@ def _rows(plan: Plan, at: ContextPlan) -> Iterator[tuple[str, int]]:
     yield f"  in blocks of {plan.block} tokens, as vLLM has it", at.full_blocks
     if at.kept is None or at.kept_later is None or at.prefill is None or at.prefill_whole is None:
         return
-    kept = "every token" if at.budget is None else f"{min(at.budget, at.context):,} tokens per KV head"
-    kept += " on average" if parse(plan.policy or "full").layered else ""
-    yield f"{context}: kvwinnow, {_policy(plan.policy or '')}, {_dtypes(plan.k_dtype, plan.v_dtype)} ({kept})", at.kept
+    yield (
+        f"{context}: kvwinnow, {_policy(plan.policy or '')}, {_dtypes(plan.k_dtype, plan.v_dtype)} ({_kept(plan, at)})",
+        at.kept,
+    )
     if plan.new:
         yield f"  after the {plan.new:,} new tokens", at.kept_later
     if plan.chunk is not None:
         yield f"  peak while the prompt is read, {plan.chunk:,} tokens at once", at.prefill
     yield "  peak while the prompt is read in one piece: one layer's keys and values whole", at.prefill_whole
     yield "  peak of an engine that evicts once the prompt is read, at least", at.prefill_evicting_later
+
+
+def _kept(plan: Plan, at: ContextPlan) -> str:
+    """Which tokens kvwinnow's cache keeps of a prompt."""
+    if _all_slide(plan):
+        return f"windows of {', '.join(f'{window:,}' for window in plan.model.windows)}"
+    if at.budget is None:
+        return "every token"
+    average = " on average" if parse(plan.policy or "full").layered else ""
+    return f"{min(at.budget, at.context):,} tokens per KV head{average}"
+
+
+def _all_slide(plan: Plan) -> bool:
+    return bool(plan.model.windows) and plan.model.bytes_per_late_token == 0
 
 
 def _gpu(plan: Plan, gpu: GPUPlan) -> Table:
@@ -207,18 +224,30 @@ def _feet(plan: Plan) -> str:
         if plan.policy is not None
         else ""
     )
+    return "\n".join([*(f"Note: {note}." for note in _notes(plan)), f"{plan.units}.", *filter(None, [counted])])
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    if plan.budget_assumed and not _all_slide(plan):
+        shares = (f"{(at.budget or 0) / at.context:.1%} of {show_tokens(at.context)}" for at in plan.contexts)
+        budget = plan.contexts[0].budget or 0
+        yield f"no budget named: {budget:,} tokens per KV head is the default, {', '.join(shares)} tokens"
     beyond = [show_tokens(at.context + plan.new) for at in plan.contexts if at.beyond_trained]
-    trained = show_tokens(plan.model.trained or 0)
-    note = f"Note: {', '.join(beyond)}: more than the {trained} tokens that the model was trained to." if beyond else ""
-    nothing = plan.policy is not None and not any(what.startswith("full attention") for what in plan.model.layers)
-    idle = "Note: all layers keep their own windows, so the policy has nothing to evict." if nothing else ""
-    shared = plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1
-    untried = (
-        "Note: kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs."
-        if shared
-        else ""
-    )
-    return "\n".join(filter(None, (note, idle, untried, f"{plan.units}.", counted)))
+    trained = plan.model.trained
+    if plan.fit is not None and trained is not None:
+        longest = (plan.fit.longest_context, plan.fit.longest_full_context)
+        beyond += ["the longest context"] if any(one is None or one + plan.new > trained for one in longest) else []
+    if beyond:
+        limit = f"the {show_tokens(trained or 0)} tokens that the model was trained to"
+        refused = "" if plan.model.unserved else ", so CompressedCache refuses such prompts"
+        yield f"{', '.join(beyond)}: more than {limit}{refused}"
+    if plan.policy is not None and _all_slide(plan):
+        yield "all layers keep their own windows, so the policy has nothing to evict"
+    if plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1:
+        yield "kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs"
+    sold = None if plan.gpu is None else sold_size(plan.gpu.name)
+    if sold is not None and plan.gpu is not None:
+        yield sold
 
 
 def _models() -> Table:
