@@ -132,9 +132,51 @@ def test_weights_that_do_not_fit_are_no_dead_end(run: Callable[..., Ran]) -> Non
 def test_fit_names_the_rows(run: Callable[..., Ran]) -> None:
     out = run("plan", "llama-3.1-8b", "--batch", "8", "--gpu", "H100", "--fit").out
     assert "Longest context of 8 rows with the full cache: " in out
+    assert "128k tokens x 8 rows with the full cache, by tensor parallelism: 2 of these GPUs" in out
+
+
+def test_a_dtype_that_the_config_does_not_say_is_said_to_be_assumed(run: Callable[..., Ran], tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+    (tmp_path / "mix.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    out = run("plan", tmp_path / "mix.json").out
+    assert out.startswith("mix: 2 layers")  # a file of its own name names the model
+    assert "Computes in bf16 (assumed: the config does not say), trained to 512 tokens" in out
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", **sizes}))
+    out = run("plan", tmp_path / "config.json").out
+    assert out.startswith(f"{tmp_path.name}: 2 layers")
+    assert "Computes in fp16, trained" in out
+
+
+def test_windows_are_no_budgets(run: Callable[..., Ran]) -> None:
+    asked = ("plan", "mistral-7b-v0.1", "--policy", "snapkv:budget=8192", "--context", "32k")
+    assert "snapkv:budget=8192, bf16 (windows of 4,096)" in run(*asked).out
+    assert json.loads(run(*asked, "--json").out)["contexts"][0]["budget"] is None
+
+
+def test_a_budget_that_nobody_named_is_told(run: Callable[..., Ran]) -> None:
+    note = "Note: no budget named: 1,024 tokens per KV head is the default, 0.8% of 128k, 12.5% of 8k tokens."
+    asked = ("plan", "llama-3.1-8b", "--context", "128k,8k", "--policy")
+    assert note in run(*asked, "h2o").out
+    assert json.loads(run(*asked, "h2o", "--json").out)["budget_assumed"] is True
+    for named in ("h2o:budget=1024", "full"):
+        assert "no budget named" not in run(*asked, named).out
+
+
+def test_a_size_that_cards_are_sold_by_is_told_from_what_they_report(run: Callable[..., Ran]) -> None:
+    sold = "24GB is 22.35 GiB; cards sold as 24 GB report 22.5 to 24.0 GiB: give A10 or L4 or RTX-3090 or RTX-4090"
+    assert f"Note: {sold}, or 24GiB." in run("plan", "llama-3.1-8b", "--gpu", "24GB").out
     assert (
-        "128k tokens x 8 rows with the full cache, by tensor parallelism: 2 of these GPUs" in out
-    )  # 68.7 + 8.0 of 77.0 GB
+        "12GB is 11.18 GiB; for a card that is sold as 12 GB give 12GiB"
+        in run("plan", "llama-3.2-1b", "--gpu", "2x12GB").out
+    )
+    for clear in ("24GiB", "L4", "H100"):
+        assert "sold as" not in run("plan", "llama-3.1-8b", "--gpu", clear).out
+
+
+def test_a_longest_context_beyond_the_trained_length_is_told(run: Callable[..., Ran]) -> None:
+    note = "the longest context: more than the 8k tokens that the model was trained to, so CompressedCache refuses"
+    assert note in run("plan", "llama-3-8b", "--gpu", "H100", "--fit").out
+    assert "the longest context" not in run("plan", "llama-3-8b", "--gpu", "17.5GiB", "--fit").out
 
 
 def test_json_is_the_plan_and_nothing_else(run: Callable[..., Ran]) -> None:
@@ -205,6 +247,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "context unknown": (("TMP/novel.json",), ("how long a context", "128k")),
     "chunk zero": (("llama-3.1-8b", "--prefill-chunk", "0"), ("prefill chunk '0'", "1 or more")),
     "new tokens negative": (("llama-3.1-8b", "--new-tokens", "-5"), ("new tokens '-5'", "0 or more")),
+    "contexts without commas": (
+        ("llama-3.1-8b", "--context", "32k", "64k"), ("64k", "--context 32k,64k", "kvwinnow plan --help"),
+    ),
+    "option unknown": (("llama-3.1-8b", "--contxt", "32k"), ("--contxt", "kvwinnow plan --help")),
+    "budget as an option": (("llama-3.1-8b", "--budget", "0.1"), ("--budget 0.1", "--policy snapkv:budget=0.1")),
     "list of something": (("llama-3.1-8b", "--list"), ("--list", "leave the rest out")),
 }  # fmt: skip
 
