@@ -171,6 +171,8 @@ def test_a_sweep_of_some_policies_at_one_head(run: Run, recorded: Path) -> None:
         (["--budget", "0"], "cannot hold a cache"),
         (["--budget", "2"], "under the 3 tokens"),
         (["--budget", "some"], "is no budget"),
+        (["--policy", "h2o", "--budget", "6,recent=3"], "budget '6,recent=3' is none"),
+        (["--policy", "full", "--budget", "6"], "--budget 6 is of no use to --policy full"),
         (["--policy", "hybrid:budget=6", "--budget", "6"], "given twice"),
         (["--policy", "h2o", "--policy", "tova"], "only a sweep takes several"),
         (["-o", "a.html"], "for the plot of a sweep"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_jsonl_of_numbers_and_rows(tmp_path: Path) -> None:
         ("", "line 1: the header is ''"),
         ("word,score\na,1\n", "line 1: the header is 'word,score'"),
         ("token,attention\n", "has no tokens"),
+        ("token,token,attention\na,b,1\n", "line 1: two columns are named token"),
+        ("token,attention,ATTENTION\na,1,2\n", "line 1: two columns are named attention"),
         ("token,attention\na,1\nb,c,2\n", "line 3: 3 fields under a header of 2"),
         ("token,attention\na,1\nb,\n", "line 3: no attention"),
         ("token,attention\na,1\nb,much\n", "line 3: attention 'much' is no number"),
@@ -117,7 +120,8 @@ def test_bad_csv_is_refused_with_its_line(tmp_path: Path, text: str, sentence: s
         ('{"token": "a", "attention": [1, null]}', "attention 'None'"),
         ('{"token": "a", "attention": NaN}', "attention 'nan'"),
         ('{"token": "a", "attention": ' + "1" * 400 + "}", "is no number of 0 or more"),
-        ("[" * 100_000, "line 2: this is no JSON"),
+        ("[" * 100_000, "line 2: this is no JSON (too deep)"),
+        ('{"token": "a", "attention": ' + "1" * 5000 + "}", "line 2: this is no JSON (too long a number)"),
     ],
 )
 def test_bad_jsonl_is_refused_with_its_line(tmp_path: Path, line: str, sentence: str) -> None:
@@ -203,6 +207,22 @@ def test_other_parquet_files_are_refused(tmp_path: Path) -> None:
         {"steps": [[0, 8]]},
         {"layers": 2},
         {"kv_heads": 0},
+        {"layers": float("inf")},
+        {"prompt": float("inf")},
+        {"steps": 2**31},
+        {"fixed": 1},
+        {"fixed": True},
+        {
+            "model": {
+                "name": "x",
+                "heads": 1,
+                "kv_heads": 1,
+                "dim": 4,
+                "itemsize": 4,
+                "windows": [None],
+                "softmax_sinks": 3,
+            }
+        },
         {"model": {"name": "x"}},
         {"model": {"name": "x", "heads": 1, "kv_heads": 2, "dim": 4, "itemsize": 4, "windows": [None]}},
         {"steps": None},
@@ -242,6 +262,47 @@ def test_columns_that_do_not_fit_are_refused(name: str, column: Any, tmp_path: P
     pq.write_table(table, path)
     assert "no trace that this version" in refusal(str(path))
     pq.write_table(table.drop_columns(["mass"]), path)
+    assert "no trace that this version" in refusal(str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": np.int64(-1)},
+        {"lead": np.zeros((2, 4, 16, 3), dtype=np.float32)},
+        {"lead": np.full((2, 4, 16, 16), "a")},
+        {"mean": np.zeros((2, 4, 16))},
+        {"scale": np.ones(2, dtype=np.int64)},
+        {"angles0": np.zeros((2, 1024, 1), dtype=np.float32)},
+        {"tables": np.ones((2, 2), dtype=np.int64)},
+        None,
+    ],
+    ids=lambda change: "torn" if change is None else next(iter(change)),
+)
+def test_queries_that_do_not_fit_are_refused(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write(record(tiny_model(), tiny_tokens(20)[0], new_tokens=2, vectors=True), path)
+    table = pq.read_table(path)
+    packed = table["queries"][0].as_py()
+    if change is None:
+        packed = packed[: len(packed) // 2]
+    else:
+        stream = io.BytesIO()
+        np.savez(stream, **{**np.load(io.BytesIO(packed)), **change})
+        packed = stream.getvalue()
+    column = pa.array([packed, *[None] * (table.num_rows - 1)], pa.binary())
+    changed = table.set_column(table.column_names.index("queries"), "queries", column)
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+    assert "no trace that this version" in refusal(str(path))
+
+
+def test_a_header_too_deep_and_a_table_without_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write(record(tiny_model(), tiny_tokens(20)[0], new_tokens=2, vectors=True), path)
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, 0), path)
+    assert "no trace that this version" in refusal(str(path))
+    pq.write_table(table.replace_schema_metadata({parquet.KEY: b"[" * 100_000}), path)
     assert "no trace that this version" in refusal(str(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 
 from kvwinnow.errors import TraceError
-from kvwinnow.simulation.trace import DEMOS, Trace, demo, from_numbers, from_rows
+from kvwinnow.simulation.trace import DEMOS, ModelShape, Trace, Vectors, demo, from_numbers, from_rows
+
+VECTORS = Vectors(
+    keys=np.zeros((1, 1, 3, 8), dtype=np.float32),
+    values=np.zeros((1, 1, 3, 8), dtype=np.float16),
+    head_mass=np.zeros((3, 1, 1, 3), dtype=np.float32),
+)
+"""Of three tokens, decoded by a model of one layer and one head of 8 elements."""
 
 
 def recorded(prompt: int = 20, decoded: int = 2) -> Trace:
@@ -66,6 +74,19 @@ def test_demos_are_traces() -> None:
         ({"tokens": ()}, "no tokens"),
         ({"prompt": 4}, "4 tokens and the whole trace 3"),
         ({"prompt": -1}, "give 0 to 3"),
+        ({"prompt": 1.0}, "prompt is 1.0; give a whole number"),
+        ({"prompt": True}, "prompt is True; give a whole number"),
+        ({"steps": np.arange(3, dtype=np.int32)}, r"steps have shape \(3,\)"),
+        ({"mass": np.tril(np.ones((3, 3)))[:, None, None]}, "mass is float64"),
+        ({"mass": -np.eye(3, dtype=np.float32)[:, None, None]}, "finite, 0 or more"),
+        ({"mass": np.full((3, 1, 1, 3), np.nan, dtype=np.float32)}, "finite, 0 or more"),
+        ({"mass": np.ones((3, 1, 1, 3), dtype=np.float32)}, "had not come yet"),
+        ({"key_norm": np.ones((1, 3), dtype=np.float32)}, r"key_norm is float32 of shape \(1, 3\); .* \(1, 1, 3\)"),
+        ({"key_norm": np.full((1, 1, 3), np.inf, dtype=np.float32)}, "key_norm holds numbers"),
+        ({"fixed": True}, r"one number per token has mass of shape \(1, 1, 1, 3\)"),
+        ({"model": ModelShape("m", 2, 2, 8, 4, (None,))}, "are not its model's"),
+        ({"model": ModelShape("m", 1, 1, 8, 4, (None, None))}, "are not its model's"),
+        ({"vectors": VECTORS}, "has vectors and no model"),
         ({"mass": np.zeros((3, 1, 1, 2), dtype=np.float32)}, "shape"),
         ({"steps": np.array([[0, 1], [2, 3], [2, 3]], dtype=np.int32)}, "one after the other"),
         ({"steps": np.array([[0, 1], [1, 2], [2, 2]], dtype=np.int32)}, "one after the other"),
@@ -76,6 +97,27 @@ def test_what_is_no_trace_is_refused(change: dict, sentence: str) -> None:
     fields = {"tokens": good.tokens, "prompt": 0, "steps": good.steps, "mass": good.mass} | change
     with pytest.raises(TraceError, match=sentence):
         Trace(**fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": np.zeros((1, 1, 3, 4), dtype=np.float32)},
+        {"values": np.zeros((1, 1, 3, 8))},
+        {"head_mass": np.zeros((2, 1, 1, 3), dtype=np.float32)},
+        {"head_mass": np.full((3, 1, 1, 3), np.nan, dtype=np.float32)},
+    ],
+)
+def test_vectors_that_are_not_the_models_are_refused(change: dict) -> None:
+    good = from_rows(("a", "b", "c"), [[1.0], [0.5, 0.5], [0.2, 0.3, 0.5]])
+    model = ModelShape("m", 1, 1, 8, 4, (None,))
+    Trace(good.tokens, 0, good.steps, good.mass, vectors=VECTORS, model=model)
+    with pytest.raises(TraceError, match=r"the trace's (keys|values|head_mass)"):
+        Trace(good.tokens, 0, good.steps, good.mass, vectors=dataclasses.replace(VECTORS, **change), model=model)
+
+
+def test_a_prompt_may_be_a_number_of_numpy() -> None:
+    assert type(from_numbers(("a", "b"), [1.0, 2.0], prompt=np.int64(1)).prompt) is int  # type: ignore[arg-type]
 
 
 def test_decoded_queries_must_not_be_summed() -> None:

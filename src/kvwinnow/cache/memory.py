@@ -150,17 +150,20 @@ def budget_nbytes(
         seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of slots
             may come to at most.
     """
+    known: dict[tuple[PlannedLayer, int | None], int] = {}
     total = 0
     for layer, own, share in _divided(policy, layers, tokens, seen):
-        kept = tokens if share is None else share
-        if own.layered and seen is not None:
-            kept = min(kept, seen)
-        slots = slots_for(kept, own.capacity(kept), layer.codecs, layer.shape.exact)
-        if own.layered and seen is None:
-            # However the sum is divided, no layer has more than a step of slots beyond its part.
-            slots = kept + GROWTH
-        total += layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
-        total += prompt_nbytes(own, layer.shape, batch=batch)
+        if (layer, share) not in known:
+            kept = tokens if share is None else share
+            if own.layered and seen is not None:
+                kept = min(kept, seen)
+            slots = slots_for(kept, own.capacity(kept), layer.codecs, layer.shape.exact)
+            if own.layered and seen is None:
+                # However the sum is divided, no layer has more than a step of slots beyond its part.
+                slots = kept + GROWTH
+            held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
+            known[layer, share] = held + prompt_nbytes(own, layer.shape, batch=batch)
+        total += known[layer, share]
     return total
 
 

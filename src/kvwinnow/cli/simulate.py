@@ -94,6 +94,10 @@ def _one(
                     f"--policy {spec} names no budget; add --budget, such as 64, or 0.25 for a share of the prompt"
                 )
             budget = str(DEMO_BUDGET)
+        if budget is not None and chosen.limit is None:
+            raise KvwinnowError(
+                f"--budget {budget} is of no use to --policy {spec}, which keeps every token; leave it out"
+            )
         if budget is not None:
             chosen = with_budget(spec, budget)
         show(f"replaying {len(given.tokens):,} tokens")

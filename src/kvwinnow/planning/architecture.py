@@ -250,4 +250,5 @@ class Architecture:
         """
         if gpus == 1:
             return self
-        return dataclasses.replace(self, layers=tuple(layer.shard(gpus) for layer in self.layers))
+        parts = {layer: layer.shard(gpus) for layer in dict.fromkeys(self.layers)}  # most layers are alike
+        return dataclasses.replace(self, layers=tuple(parts[layer] for layer in self.layers))

@@ -111,6 +111,10 @@ def with_budget(spec: str, budget: int | float | str) -> Policy:
     """
     if parse(spec.partition(":")[0]).limit is None:
         return parse(spec)
+    if isinstance(budget, str) and not re.fullmatch(r"[^,=()]+", budget):  # it would be read as further parameters
+        raise PolicyError(
+            f"budget {budget!r} is none; write tokens (64), a share of the prompt (0.25) or a size (64MiB)"
+        )
     return parse(f"{spec}{',' if ':' in spec else ':'}budget={budget}")
 
 

@@ -50,6 +50,11 @@ def _csv_lines(text: str, name: str) -> Lines:
                 f"{name}, line 1: the header is {','.join(header)[:80]!r}; a trace's first line names its columns: "
                 "token,attention"
             )
+        twice = next((name for name in ("token", "attention") if header.count(name) > 1), None)
+        if twice is not None:
+            raise TraceError(
+                f"{name}, line 1: two columns are named {twice}, so which one is meant is not told; rename one"
+            )
         token, attention = header.index("token"), header.index("attention")
         for fields in reader:
             line = reader.line_num
@@ -78,7 +83,9 @@ def _json_lines(text: str, name: str) -> Lines:
         try:
             entry = json.loads(written)
         except (ValueError, RecursionError) as error:
-            said = getattr(error, "msg", None) or "too deep"
+            said = getattr(error, "msg", None) or (
+                "too deep" if isinstance(error, RecursionError) else "too long a number"
+            )
             raise TraceError(f"{name}, line {line}: this is no JSON ({said}); write one object a line") from error
         if not isinstance(entry, dict) or not isinstance(entry.get("token"), str) or "attention" not in entry:
             raise TraceError(

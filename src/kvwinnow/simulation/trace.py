@@ -115,8 +115,13 @@ class Trace:
         n, steps = len(self.tokens), self.steps
         if n == 0:
             raise TraceError("the trace has no tokens; give one at least")
+        if not isinstance(self.prompt, int | np.integer) or isinstance(self.prompt, bool):
+            raise TraceError(f"the trace's prompt is {self.prompt!r}; give a whole number of tokens")
+        object.__setattr__(self, "prompt", int(self.prompt))
         if not 0 <= self.prompt <= n:
             raise TraceError(f"the trace's prompt has {self.prompt} tokens and the whole trace {n}; give 0 to {n}")
+        if steps.ndim != 2 or steps.shape[1] != 2:
+            raise TraceError(f"the trace's steps have shape {steps.shape}, which is not (steps, 2)")
         if self.mass.ndim != 4 or self.mass.shape[3] != n or self.mass.shape[0] != len(steps) or not self.mass.size:
             raise TraceError(
                 f"the trace's mass has shape {self.mass.shape}, which is not ({len(steps)} steps, layers, KV heads, "
@@ -127,6 +132,21 @@ class Trace:
             raise TraceError(f"the trace's steps do not cover its {n} queries one after the other")
         if not self.fixed and any(last - first > 1 and last > self.prompt for first, last in steps):
             raise TraceError("the trace sums over several queries after its prompt; give each of them a step")
+        if self.fixed and self.mass.shape != (1, 1, 1, n):
+            raise TraceError(f"a trace of one number per token has mass of shape (1, 1, 1, {n}), not {self.mass.shape}")
+        self._check_numbers()
+        if self.vectors is not None:
+            _check_vectors(self, self.vectors)
+
+    def _check_numbers(self) -> None:
+        """Attention and norms are numbers of 0 or more, and nobody attends to what has not come."""
+        _check_floats("mass", self.mass, self.mass.shape)
+        if not self.fixed and any(self.mass[step, :, :, last:].any() for step, (_, last) in enumerate(self.steps)):
+            raise TraceError("the trace's mass gives attention to tokens that had not come yet; it is 0 there")
+        if self.key_norm is not None:
+            _check_floats("key_norm", self.key_norm, self.mass.shape[1:])
+        if self.model is not None and (self.model.kv_heads != self.kv_heads or len(self.layers) != self.mass.shape[1]):
+            raise TraceError("the trace's layers and heads are not its model's")
 
     @property
     def positions(self) -> NDArray[np.int32]:
@@ -165,6 +185,46 @@ class Trace:
             )
         total: Floats = np.add.reduce(self.mass[begin:end], axis=0, dtype=np.float32)
         return total
+
+
+def _check_floats(name: str, array: Floats, shape: tuple[int, ...]) -> None:
+    if array.dtype != np.float32 or array.shape != shape:
+        raise TraceError(f"the trace's {name} is {array.dtype} of shape {array.shape}; give float32 of shape {shape}")
+    if not np.isfinite(array).all() or (array < 0).any():
+        raise TraceError(f"the trace's {name} holds numbers that are no attention; each is finite, 0 or more")
+
+
+def _check_vectors(trace: Trace, vectors: Vectors) -> None:
+    model = trace.model
+    if model is None:
+        raise TraceError("the trace has vectors and no model")
+    layers, heads, n = trace.mass.shape[1:]
+    for name, array in (("keys", vectors.keys), ("values", vectors.values)):
+        if array.shape != (layers, heads, n, model.dim) or array.dtype not in (np.float32, np.float16):
+            raise TraceError(f"the trace's {name} are {array.dtype} of shape {array.shape}, which is not its model's")
+    _check_floats("head_mass", vectors.head_mass, (n - trace.prompt, layers, model.heads, n))
+    if vectors.queries is not None:
+        _check_queries(vectors.queries, layers, model)
+
+
+def _check_queries(facts: QueryFacts, layers: int, model: ModelShape) -> None:
+    heads, dim = model.heads, model.dim
+    arrays = (facts.lead, facts.mean, facts.products, facts.scale, *facts.angles)
+    if (
+        any(array.dtype != np.float32 for array in arrays)
+        or facts.mean.shape != (layers, heads, dim)
+        or facts.products.shape != (layers, heads, dim, dim)
+        or facts.lead.ndim != 4
+        or (*facts.lead.shape[:2], facts.lead.shape[3]) != (layers, heads, dim)
+        or facts.scale.shape != (layers,)
+        or facts.count < 0
+        or not facts.angles
+        or any(t.ndim != 3 or t.shape[0] != 2 or t.shape[2] > dim or t.shape[2] % 2 for t in facts.angles)
+        or len({table.shape[1] for table in facts.angles}) > 1
+        or any(not 0 <= table < len(facts.angles) for table, _ in facts.tables)
+        or len(facts.tables) != layers
+    ):
+        raise TraceError("the trace's queries are not its model's")
 
 
 def from_numbers(tokens: tuple[str, ...], numbers: list[float], prompt: int = 0) -> Trace:
