@@ -151,6 +151,9 @@ def test_windows_are_no_budgets(run: Callable[..., Ran]) -> None:
     asked = ("plan", "mistral-7b-v0.1", "--policy", "snapkv:budget=8192", "--context", "32k")
     assert "snapkv:budget=8192, bf16 (windows of 4,096)" in run(*asked).out
     assert json.loads(run(*asked, "--json").out)["contexts"][0]["budget"] is None
+    fit = words(run(*asked, "--gpu", "L4", "--fit").out)
+    assert "32k bf16 full the windows 0.5495 0.5117" in fit
+    assert "100%" not in fit
 
 
 def test_a_budget_that_nobody_named_is_told(run: Callable[..., Ran]) -> None:

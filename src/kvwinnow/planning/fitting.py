@@ -48,7 +48,7 @@ class Option:
         k_dtype: how keys are stored.
         v_dtype: how values are stored.
         policy: its text form.
-        tokens: the largest budget that fits, in tokens per KV head; None: every token fits.
+        tokens: the largest budget that fits, in tokens per KV head; None: every token that layers see fits.
         share: the same as a share of all tokens, prompt and new ones; 1 for every token.
         nbytes: that the cache takes of one GPU at most.
     """

@@ -184,12 +184,12 @@ def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
         lines.append("No budgets or formats of the cache: the weights do not fit")
     else:
         yield "\n".join(lines)
-        yield _options(fit)
+        yield _options(fit, whole="the windows" if _all_slide(plan) else "all")
         return
     yield "\n".join(lines)
 
 
-def _options(fit: Fit) -> Table:
+def _options(fit: Fit, *, whole: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="What fits on what there is", title_justify="left"
     )
@@ -200,9 +200,11 @@ def _options(fit: Fit) -> Table:
         table.add_column(heading, justify="right")
     for at in fit.contexts:
         for option in at.options:
-            tokens = "all" if option.tokens is None else f"{option.tokens:,}"
+            tokens = whole if option.tokens is None else f"{option.tokens:,}"
             # Rounded down, so that the share fits too.
-            share = "100%" if option.tokens is None else f"{int(option.share * 1000) / 10:.1f}%"
+            share = (
+                ("100%" if whole == "all" else "") if option.tokens is None else f"{int(option.share * 1000) / 10:.1f}%"
+            )
             row = (_dtypes(option.k_dtype, option.v_dtype), _policy(option.policy), tokens, share)
             table.add_row(show_tokens(at.context), *row, *_both(option.nbytes))
         if not at.options:
@@ -245,8 +247,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "all layers keep their own windows, so the policy has nothing to evict"
     if plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1:
         yield "kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs"
-    sold = None if plan.gpu is None else sold_size(plan.gpu.name)
-    if sold is not None and plan.gpu is not None:
+    sold = sold_size(plan.gpu.name) if plan.gpu is not None and plan.gpu.source == "as given" else None
+    if sold is not None:
         yield sold
 
 
