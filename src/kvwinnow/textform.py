@@ -82,7 +82,7 @@ def show_spec(name: str, instance: Any) -> str:
 def show_value(value: Any) -> str:
     """The text form of a parameter's value; of one that is a policy or codec itself, in brackets."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return str(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
     inner, name = ",".join(_shown(value, but=SHARED)), str(getattr(value, "name", value))
     return f"{name}({inner})" if inner else name
 

@@ -113,6 +113,73 @@ def test_a_model_that_is_not_served_is_planned_and_said_so(run: Callable[..., Ra
     assert ran.code == 0
     assert "kvwinnow's cache does not serve this model: its layers cache MLA latents" in ran.out
     assert "What fits on what there is" not in ran.out
+    assert "No budgets or formats: kvwinnow's cache does not serve this model" in ran.out
+
+
+def test_weights_that_do_not_fit_are_no_dead_end(run: Callable[..., Ran]) -> None:
+    asked = ("plan", "llama-3.1-70b", "--context", "1M", "--gpu", "H100-80GB")
+    least = "With int4 weights (39.77 GB) 37.20 GB are left: add --weights-dtype int4"
+    plain, fit = run(*asked).out, run(*asked, "--fit").out
+    for out in (plain, fit):
+        assert least in out
+        assert "the weights fit on 2 of these GPUs, by tensor parallelism" in out
+    assert plain.count("add --weights-dtype") == 1
+    assert "With fp8 weights (72.66 GB) 4.31 GB are left" in fit
+    assert "No budgets or formats of the cache: the weights do not fit" in fit
+    assert "fit in no format that is known" in run("plan", "llama-3.1-405b", "--gpu", "1GB").out
+
+
+def test_fit_names_the_rows(run: Callable[..., Ran]) -> None:
+    out = run("plan", "llama-3.1-8b", "--batch", "8", "--gpu", "H100", "--fit").out
+    assert "Longest context of 8 rows with the full cache: " in out
+    assert "128k tokens x 8 rows with the full cache, by tensor parallelism: 2 of these GPUs" in out
+
+
+def test_a_dtype_that_the_config_does_not_say_is_said_to_be_assumed(run: Callable[..., Ran], tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+    (tmp_path / "mix.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    out = run("plan", tmp_path / "mix.json").out
+    assert out.startswith("mix: 2 layers")  # a file of its own name names the model
+    assert "Computes in bf16 (assumed: the config does not say), trained to 512 tokens" in out
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", **sizes}))
+    out = run("plan", tmp_path / "config.json").out
+    assert out.startswith(f"{tmp_path.name}: 2 layers")
+    assert "Computes in fp16, trained" in out
+
+
+def test_windows_are_no_budgets(run: Callable[..., Ran]) -> None:
+    asked = ("plan", "mistral-7b-v0.1", "--policy", "snapkv:budget=8192", "--context", "32k")
+    assert "snapkv:budget=8192, bf16 (windows of 4,096)" in run(*asked).out
+    assert json.loads(run(*asked, "--json").out)["contexts"][0]["budget"] is None
+    fit = words(run(*asked, "--gpu", "L4", "--fit").out)
+    assert "32k bf16 full the windows 0.5495 0.5117" in fit
+    assert "100%" not in fit
+
+
+def test_a_budget_that_nobody_named_is_told(run: Callable[..., Ran]) -> None:
+    note = "Note: no budget named: 1,024 tokens per KV head is the default, 0.8% of 128k, 12.5% of 8k tokens."
+    asked = ("plan", "llama-3.1-8b", "--context", "128k,8k", "--policy")
+    assert note in run(*asked, "h2o").out
+    assert json.loads(run(*asked, "h2o", "--json").out)["budget_assumed"] is True
+    for named in ("h2o:budget=1024", "full"):
+        assert "no budget named" not in run(*asked, named).out
+
+
+def test_a_size_that_cards_are_sold_by_is_told_from_what_they_report(run: Callable[..., Ran]) -> None:
+    sold = "24GB is 22.35 GiB; cards sold as 24 GB report 22.5 to 24.0 GiB: give A10 or L4 or RTX-3090 or RTX-4090"
+    assert f"Note: {sold}, or 24GiB." in run("plan", "llama-3.1-8b", "--gpu", "24GB").out
+    assert (
+        "12GB is 11.18 GiB; for a card that is sold as 12 GB give 12GiB"
+        in run("plan", "llama-3.2-1b", "--gpu", "2x12GB").out
+    )
+    for clear in ("24GiB", "L4", "H100"):
+        assert "sold as" not in run("plan", "llama-3.1-8b", "--gpu", clear).out
+
+
+def test_a_longest_context_beyond_the_trained_length_is_told(run: Callable[..., Ran]) -> None:
+    note = "the longest context: more than the 8k tokens that the model was trained to, so CompressedCache refuses"
+    assert note in run("plan", "llama-3-8b", "--gpu", "H100", "--fit").out
+    assert "the longest context" not in run("plan", "llama-3-8b", "--gpu", "17.5GiB", "--fit").out
 
 
 def test_json_is_the_plan_and_nothing_else(run: Callable[..., Ran]) -> None:
@@ -163,10 +230,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "batch negative": (("llama-3.1-8b", "--batch", "-1"), ("batch='-1'", "1 or more")),
     "batch in words": (("llama-3.1-8b", "--batch", "two"), ("batch='two'", "1 or more")),
     "block size zero": (("llama-3.1-8b", "--block-size", "0"), ("block='0'", "1 or more")),
-    "GPU unknown": (("llama-3.1-8b", "--gpu", "H10"), ("H10", "H100-80GB", "24GB")),
+    "GPU unknown": (("llama-3.1-8b", "--gpu", "H10"), ("H10", "H100-80GB", "24GiB")),
     "GPU without number": (("llama-3.1-8b", "--gpu", "H100x0"), ("H100x0", "1 or more")),
     "GPUs that do not divide": (("llama-3.1-8b", "--gpu", "H100x5"), ("5 GPUs", "32 query heads", "8 KV heads")),
-    "fit without GPU": (("llama-3.1-8b", "--fit"), ("--gpu", "24GB")),
+    "fit without GPU": (("llama-3.1-8b", "--fit"), ("--gpu", "24GiB")),
     "overhead too large": (("llama-3.1-8b", "--gpu", "24GB", "--overhead", "24GB"), ("24GB", "give less")),
     "overhead in words": (("llama-3.1-8b", "--gpu", "24GB", "--overhead", "some"), ("some", "10%")),
     "policy unknown": (("llama-3.1-8b", "--policy", "snapkw"), ("snapkw", "snapkv")),
@@ -183,6 +250,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "context unknown": (("TMP/novel.json",), ("how long a context", "128k")),
     "chunk zero": (("llama-3.1-8b", "--prefill-chunk", "0"), ("prefill chunk '0'", "1 or more")),
     "new tokens negative": (("llama-3.1-8b", "--new-tokens", "-5"), ("new tokens '-5'", "0 or more")),
+    "contexts without commas": (
+        ("llama-3.1-8b", "--context", "32k", "64k"), ("64k", "--context 32k,64k", "kvwinnow plan --help"),
+    ),
+    "option unknown": (("llama-3.1-8b", "--contxt", "32k"), ("--contxt", "kvwinnow plan --help")),
+    "budget as an option": (("llama-3.1-8b", "--budget", "0.1"), ("--budget 0.1", "--policy snapkv:budget=0.1")),
     "list of something": (("llama-3.1-8b", "--list"), ("--list", "leave the rest out")),
 }  # fmt: skip
 

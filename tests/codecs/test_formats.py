@@ -247,3 +247,7 @@ def test_a_head_dimension_that_does_not_fit_is_refused(codec: Codec, dim: int, s
 def test_int8_takes_odd_dimensions() -> None:
     x = torch.randn(4, 65)
     assert (round_trip(Int8(), x) - x.double()).abs().max() < 0.05
+
+
+def test_the_text_form_writes_truth_as_the_documentation_does() -> None:
+    assert str(parse_codec("int4:group=32,rotate=true,centre=False")) == "int4:group=32,rotate=true,centre=false"

@@ -217,6 +217,27 @@ def test_weights_that_do_not_fit_leave_less_than_nothing() -> None:
     assert planned.fit.contexts[0].gpus_for_full == 4
 
 
+def test_weights_that_do_not_fit_are_told_what_would() -> None:
+    gpu = plan("llama-3.1-70b", gpu="H100").gpu
+    assert gpu is not None
+    assert [found.weights_dtype for found in gpu.lighter] == ["int4", "nvfp4", "fp8", "int8"]
+    for found in gpu.lighter:
+        again = plan("llama-3.1-70b", gpu="H100", weights_dtype=found.weights_dtype)
+        assert again.gpu is not None
+        assert (again.weights, again.gpu.free) == (found.weights, found.free)
+        assert (again.gpu.lighter, again.gpu.gpus_for_weights) == ((), None)
+    assert gpu.gpus_for_weights == 2
+    on_two = plan("llama-3.1-70b", gpu="H100x2").gpu
+    assert on_two is not None
+    assert on_two.free > 0
+
+
+def test_weights_that_fit_nowhere_are_told_nothing() -> None:
+    gpu = plan("llama-3.1-405b", gpu="1GB").gpu
+    assert gpu is not None
+    assert (gpu.lighter, gpu.gpus_for_weights) == ((), None)
+
+
 def fits(model: Any, context: int, **asked: Any) -> bool:
     found = at(model, context, **asked).fits
     assert found is not None
@@ -378,8 +399,8 @@ def test_a_plan_is_a_json_document() -> None:
         ({"new": -1}, KvwinnowError, ("-1",)),
         ({"new": 0.0}, KvwinnowError, ("new tokens 0.0", "0 or more")),
         ({"new": False}, KvwinnowError, ("new tokens False",)),
-        ({"gpu": 24}, KvwinnowError, ("a int", "24GB")),
-        ({"gpu": []}, KvwinnowError, ("a list", "24GB")),
+        ({"gpu": 24}, KvwinnowError, ("a int", "24GiB")),
+        ({"gpu": []}, KvwinnowError, ("a list", "24GiB")),
         ({"policy": 7}, PolicyError, ("7", "int", "snapkv")),
         ({"policy": False}, PolicyError, ("False", "bool", "snapkv")),
         ({"dtype": False}, CodecError, ("False", "int4")),

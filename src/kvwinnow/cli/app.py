@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = typer.main.get_command(app).main(given, prog_name="kvwinnow", standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
-        return _complain(f"{_one_line(error.format_message())} (see kvwinnow --help)")
+        return _complain(_misused(error))
     except KvwinnowError as error:
         return _complain(_one_line(str(error)))
     except (KeyboardInterrupt, typer.Abort):
@@ -132,6 +132,16 @@ def _discard_rest() -> None:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).rstrip(".")
+
+
+def _misused(error: typer.TyperException) -> str:
+    """The complaint about arguments that no command takes, with the help of the command that was given."""
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", None) or "kvwinnow"
+    sentence = _one_line(error.format_message())
+    if command == "kvwinnow plan" and "unexpected extra argument" in sentence:
+        sentence += "; several contexts are written with commas, such as --context 32k,64k"
+    return f"{sentence} (see {command} --help)"
 
 
 def _out_of_memory(given: Sequence[str]) -> str:

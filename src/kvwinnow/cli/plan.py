@@ -21,12 +21,12 @@ def plan(
     ] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(help="Tokens of the prompt: 4096, 128k, 1M. May be given several times.  [default: as trained]"),
+        typer.Option(help="Tokens of the prompt: 4096, 128k, 1M, or several: 32k,64k.  [default: as trained]"),
     ] = None,
     batch: Annotated[str, typer.Option(help="Prompts that are read together.")] = "1",
     gpu: Annotated[
         str | None,
-        typer.Option(help="Such as H100-80GB, H100-80GBx8, 24GB or 2x48GiB.", show_default=False),
+        typer.Option(help="Such as H100-80GB, H100-80GBx8, 24GiB or 2x48GiB.", show_default=False),
     ] = None,
     policy: Annotated[
         str | None,
@@ -58,6 +58,7 @@ def plan(
         bool, typer.Option("--fit", help="Look for the longest context, and the budget and format that would fit.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document.")] = False,
+    budget: Annotated[str | None, typer.Option(hidden=True)] = None,
     listing: Annotated[bool, typer.Option("--list", help="List the built-in models and GPUs.")] = False,
 ) -> None:
     """Say how much memory a model and its cache take and what fits on a GPU, before anything is loaded."""
@@ -69,6 +70,11 @@ def plan(
             raise KvwinnowError("--list prints the built-in models and GPUs and nothing else; leave the rest out")
         show_catalogue(out())
         return
+    if budget is not None:
+        raise KvwinnowError(
+            f"--budget {budget} is no option of plan, as each policy has its own; write it into the policy: "
+            f"--policy snapkv:budget={budget}"
+        )
     if model is None:
         raise KvwinnowError("the model is missing; name one, such as kvwinnow plan llama-3.1-8b, or see --list")
     if kv_dtype is not None and (k_dtype is not None or v_dtype is not None):

@@ -185,6 +185,7 @@ class Architecture:
         unserved: why ``CompressedCache`` does not serve it; None: nothing known against it.
         notes: what a reader of the figures should know.
         source: where the facts are from.
+        dtype_assumed: whether ``dtype`` is a guess, since the config does not say it.
     """
 
     name: str
@@ -198,6 +199,7 @@ class Architecture:
     unserved: str | None = None
     notes: tuple[str, ...] = ()
     source: str = ""
+    dtype_assumed: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:

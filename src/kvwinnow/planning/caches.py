@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -70,6 +71,11 @@ class CompressedCachePlan:
         """Tokens per KV head that the policy's budget comes to; None: no limit."""
         return budget_in_tokens(self.policy, self._layers(1), batch=batch, prompt=context)
 
+    @property
+    def idle(self) -> bool:
+        """Whether every layer keeps its own window, so that the policy has nothing to evict."""
+        return all(layer.window is not None for layer in self._layers(1))
+
     def check(self) -> None:
         """Refuse codecs that do not fit the head dimension.
 
@@ -98,6 +104,11 @@ def with_budget(policy: Policy, tokens: int) -> Policy:
     values = ((field.name, getattr(policy, field.name)) for field in dataclasses.fields(policy))
     inner = {name: with_budget(value, tokens) for name, value in values if getattr(value, "limit", None) is not None}
     return dataclasses.replace(policy, budget=tokens, **inner)  # type: ignore[call-arg]  # whose type is not known here
+
+
+def has_default_budget(text: str, policy: Policy) -> bool:
+    """Whether the text form of a policy that takes a budget names none."""
+    return policy.limit is not None and "budget" not in re.findall(r"(\w+)\s*=", text)
 
 
 def unserved(architecture: Architecture) -> str | None:

@@ -86,7 +86,8 @@ def from_file(file: Path, *, name: str | None = None) -> Architecture:
         raise KvwinnowError(
             f"{str(file)!r} holds a {type(config).__name__} and no object; name the config.json of a model"
         )
-    read = architecture(config, name=name or file.resolve().parent.name, source=str(file))
+    called = file.resolve().parent.name if file.name == "config.json" else file.stem
+    read = architecture(config, name=name or called, source=str(file))
     lying = _checkpoint(file.parent)
     if lying is None:
         return read

@@ -122,6 +122,7 @@ def architecture(config: Config, *, name: str = "", source: str = "") -> Archite
         unserved=unserved,
         notes=tuple(notes),
         source=source,
+        dtype_assumed=dtype is None,
     )
 
 
@@ -199,10 +200,15 @@ def _kinds(text: Config, kind: str, number: int, called: str, notes: list[str]) 
     """The type of each layer in transformers' words."""
     given = text.get("layer_types")
     if given is not None:
-        if not isinstance(given, list | tuple) or len(given) != number:
+        if not isinstance(given, list | tuple):
             raise KvwinnowError(
-                f"the config of {called} has {number} layers and layer_types={given!r}, which must name the type "
-                "of each; correct it"
+                f"layer_types in the config of {called} is a {type(given).__name__} and must be a list that names the "
+                "type of each layer; correct it"
+            )
+        if len(given) != number:
+            raise KvwinnowError(
+                f"the config of {called} has {number:,} layers but {len(given):,} layer_types, which must name the "
+                "type of each; correct it"
             )
         return [str(what) for what in given]
     if text.get("attention_chunk_size") is not None:
@@ -252,7 +258,11 @@ def _layer(text: Config, full: Attention, what: str, trained: int | None, called
             f"{called} has a layer of type {what!r}, whose memory the planner cannot tell; it counts full, sliding, "
             "chunked and linear attention and MLA"
         )
-    window = _needed(text, (field,), called)
+    window = _number(text, field)
+    if window is None:
+        raise KvwinnowError(
+            f"layer_types in the config of {called} has {what.partition('_')[0]} layers, but {field} is missing; add it"
+        )
     # A window as wide as the model's positions hides nothing.
     return full if trained is not None and window >= trained else dataclasses.replace(full, window=window)
 

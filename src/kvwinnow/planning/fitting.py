@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvwinnow.codecs import parse_codec
 from kvwinnow.errors import CodecError, KvwinnowError, PolicyError
+from kvwinnow.planning.architecture import Architecture
 from kvwinnow.planning.caches import Cache, CompressedCachePlan, FullCache, with_budget
 from kvwinnow.policies import Full, Policy, SnapKV
 
@@ -15,6 +16,8 @@ LONGEST = 2**30
 
 STORED = (("fp8", "fp8"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 """How keys and values may be stored, beside the model's own dtype, from the safest to the smallest."""
+
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Option:
         k_dtype: how keys are stored.
         v_dtype: how values are stored.
         policy: its text form.
-        tokens: the largest budget that fits, in tokens per KV head; None: every token fits.
+        tokens: the largest budget that fits, in tokens per KV head; None: every token that layers see fits.
         share: the same as a share of all tokens, prompt and new ones; 1 for every token.
         nbytes: that the cache takes of one GPU at most.
     """
@@ -120,12 +123,30 @@ def gpus_for(full: FullCache, context: int, load: Load, free: Callable[[int], in
         load: what else is asked.
         free: bytes left of one GPU, by the number of GPUs.
     """
-    for gpus in (1, 2, 4, 8, 16, 32, 64):
+    for gpus in _COUNTS:
         try:
             if load.needed(FullCache(full.architecture, gpus, full.block), context) <= free(gpus):
                 return gpus
         except KvwinnowError:  # the heads cannot be shared so
             continue
+    return None
+
+
+def gpus_for_weights(architecture: Architecture, weights: int, usable: int) -> int | None:
+    """The least number of GPUs, among the powers of two, on which the weights fit and leave something.
+
+    Args:
+        architecture: whose heads the GPUs share.
+        weights: bytes of all of them.
+        usable: bytes of one GPU.
+    """
+    for gpus in _COUNTS:
+        try:
+            architecture.shard(gpus)
+        except KvwinnowError:  # the heads cannot be shared so
+            continue
+        if -(-weights // gpus) < usable:
+            return gpus
     return None
 
 

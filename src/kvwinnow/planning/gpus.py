@@ -86,7 +86,7 @@ _TIMES = re.compile(r"(?:(?P<before>\d{1,3})\s*[x*]\s*)?(?P<name>.+?)(?:\s*[x*]\
 
 
 def parse_gpu(text: str) -> GPU:
-    """Some GPUs from a name and a number: "H100-80GB", "H100-80GBx8", "8xH100", "24GB", "2x48GiB".
+    """Some GPUs from a name and a number: "H100-80GB", "H100-80GBx8", "8xH100", "24GiB", "2x48GiB".
 
     Sizes are what they say: GB are 10^9 bytes, GiB 2^30. A name stands for what the driver reports.
 
@@ -112,8 +112,28 @@ def parse_gpu(text: str) -> GPU:
         meant = list(dict.fromkeys(known[close] for close in begin or near))[:2]
         hint = f"did you mean {' or '.join(meant)}? Known are" if meant else "known are"
         raise KvwinnowError(
-            f"GPU {text!r} is unknown; {hint} {', '.join(GPUS)}, and sizes such as 24GB or 2x48GiB"
+            f"GPU {text!r} is unknown; {hint} {', '.join(GPUS)}, and sizes such as 24GiB or 2x48GiB"
         ) from None
+
+
+def sold_size(name: str) -> str | None:
+    """A note on a size in GB, by which cards are sold that have GiB; None: ``name`` is no such size.
+
+    Args:
+        name: of a ``GPU``, such as "24GB".
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*GB\s*", name, re.IGNORECASE)
+    if match is None:
+        return None
+    size, gib = match[1], float(match[1]) * 10**9 / 2**30
+    # Error correction may take a sixteenth.
+    like = [gpu for gpu in GPUS.values() if 0.93 * float(size) <= gpu.memory / 2**30 <= float(size)]
+    if not like:
+        return f"{size}GB is {gib:.2f} GiB; for a card that is sold as {size} GB give {size}GiB"
+    memories = [f"{gpu.memory / 2**30:.1f}" for gpu in sorted(like, key=lambda gpu: gpu.memory)]
+    report = memories[0] if memories[0] == memories[-1] else f"{memories[0]} to {memories[-1]}"
+    names = " or ".join(gpu.name for gpu in like)
+    return f"{size}GB is {gib:.2f} GiB; cards sold as {size} GB report {report} GiB: give {names}, or {size}GiB"
 
 
 def _plain(name: str) -> str:

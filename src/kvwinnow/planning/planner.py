@@ -12,13 +12,20 @@ from typing import Any, Protocol, runtime_checkable
 from kvwinnow.codecs import Codec, parse_codec
 from kvwinnow.errors import KvwinnowError, PolicyError
 from kvwinnow.planning.architecture import Architecture, Parameters
-from kvwinnow.planning.caches import Cache, CompressedCachePlan, FullCache, check_served, unserved
+from kvwinnow.planning.caches import (
+    Cache,
+    CompressedCachePlan,
+    FullCache,
+    check_served,
+    has_default_budget,
+    unserved,
+)
 from kvwinnow.planning.catalogue import find
 from kvwinnow.planning.config import architecture as read_config
-from kvwinnow.planning.fitting import Load, Option, gpus_for, longest_context, options, requests
+from kvwinnow.planning.fitting import Load, Option, gpus_for, gpus_for_weights, longest_context, options, requests
 from kvwinnow.planning.gpus import GPU, parse_gpu
 from kvwinnow.planning.units import MOST, UNITS, parse_count, parse_overhead, parse_parameters, parse_tokens
-from kvwinnow.planning.weights import weights_bytes
+from kvwinnow.planning.weights import LighterWeights, lighter, weights_bytes
 from kvwinnow.policies import Full, Policy, parse
 
 OVERHEAD = "10%"
@@ -57,6 +64,8 @@ class ModelPlan:
         state_bytes: of a sequence, whatever its length.
         unserved: why kvwinnow's cache does not serve it; None: nothing is known against it.
         notes: what a reader of the figures should know.
+        dtype_assumed: whether ``dtype`` is a guess, since the config does not say it.
+        windows: of its sliding layers, each once.
     """
 
     name: str
@@ -69,6 +78,8 @@ class ModelPlan:
     state_bytes: int
     unserved: str | None
     notes: tuple[str, ...]
+    dtype_assumed: bool
+    windows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,9 @@ class GPUPlan:
         overhead: bytes of one of them that are kept free.
         weights: bytes of the weights on one of them.
         free: bytes of one of them that are left for the cache; negative: the weights do not fit.
+        lighter: if they do not, the formats in which they would, the smallest first.
+        gpus_for_weights: if they do not, the least number of such GPUs, a power of two, on which they would; None: they
+            fit, or on none up to 64.
     """
 
     name: str
@@ -92,6 +106,8 @@ class GPUPlan:
     overhead: int
     weights: int
     free: int
+    lighter: tuple[LighterWeights, ...] = ()
+    gpus_for_weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,8 @@ class ContextPlan:
         context: tokens of each row's prompt.
         full: a cache that keeps every token in the model's dtype, after the prompt and the new tokens.
         full_blocks: the same in the blocks of a paged cache.
-        budget: tokens per KV head that kvwinnow's cache keeps of the prompt; None: all, or no such cache was asked for.
+        budget: tokens per KV head that kvwinnow's cache keeps of the prompt; None: all, or those of the windows where
+            all layers slide, or no such cache was asked for.
         kept: kvwinnow's cache after the prompt; None: none was asked for.
         kept_later: the same after the new tokens.
         prefill: the peak of kvwinnow's cache while the prompt is read in chunks; None: none was asked for.
@@ -166,6 +183,7 @@ class Plan:
     Attributes:
         model: the model.
         policy: text form of the policy asked for; None: the full cache was asked for.
+        budget_assumed: whether its budget is the default, since none was named.
         k_dtype: how keys are stored.
         v_dtype: how values are stored.
         batch: rows in the cache.
@@ -183,6 +201,7 @@ class Plan:
 
     model: ModelPlan
     policy: str | None
+    budget_assumed: bool
     k_dtype: str
     v_dtype: str
     batch: int
@@ -228,7 +247,7 @@ def plan(  # noqa: PLR0913 - each is one thing that a user may ask
         context: tokens of the prompt, or several numbers of them, such as 4096 or "128k" (1k = 1,024 tokens); None: the
             trained length.
         batch: prompts that are read together as one batch.
-        gpu: such as "H100-80GB", "H100-80GBx8" or "24GB"; several share the model by tensor parallelism.
+        gpu: such as "H100-80GB", "H100-80GBx8" or "24GiB"; several share the model by tensor parallelism.
         policy: which tokens kvwinnow's cache keeps; None with no dtypes: the full cache.
         dtype: how keys and values are stored, as in ``CompressedCache``; None: in the model's dtype.
         k_dtype: the same for keys alone.
@@ -261,13 +280,14 @@ def plan(  # noqa: PLR0913 - each is one thing that a user may ask
     gpu_plan = None if machine is None else _gpu(architecture, machine, overhead, weights)
     if fit and gpu_plan is None:
         raise KvwinnowError(
-            "what fits depends on a GPU, and none is named; add one, such as --gpu H100-80GB or --gpu 24GB"
+            "what fits depends on a GPU, and none is named; add one, such as --gpu H100-80GB or --gpu 24GiB"
         )
     free = None if gpu_plan is None else gpu_plan.free
     planned = tuple(_at(tokens, full, cache, load, free) for tokens in contexts)
     return Plan(
         model=_model(architecture),
         policy=None if cache is None else str(cache.policy),
+        budget_assumed=cache is not None and isinstance(policy, str) and has_default_budget(policy, cache.policy),
         k_dtype=str(codecs[0]),
         v_dtype=str(codecs[1]),
         batch=load.batch,
@@ -349,7 +369,7 @@ def _machine(gpu: str | GPU | None, overhead: float | str) -> GPU | None:
     if isinstance(gpu, GPU):
         return gpu
     if not isinstance(gpu, str):
-        raise KvwinnowError(f"the GPU is a {type(gpu).__name__}; give a name or a size, such as 'H100-80GB' or '24GB'")
+        raise KvwinnowError(f"the GPU is a {type(gpu).__name__}; give a name or a size, such as 'H100-80GB' or '24GiB'")
     return parse_gpu(gpu)
 
 
@@ -373,7 +393,15 @@ def _gpu(architecture: Architecture, gpu: GPU, overhead: float | str, weights: i
         )
     reserved = parse_overhead(overhead, gpu.memory)
     each = -(-weights // gpu.count)
-    return GPUPlan(gpu.name, gpu.count, gpu.source, gpu.memory, reserved, each, gpu.memory - reserved - each)
+    usable = gpu.memory - reserved
+    found = GPUPlan(gpu.name, gpu.count, gpu.source, gpu.memory, reserved, each, usable - each)
+    if found.free >= 0:
+        return found
+    return dataclasses.replace(
+        found,
+        lighter=lighter(architecture.parameters, gpu.count, usable),
+        gpus_for_weights=gpus_for_weights(architecture, weights, usable),
+    )
 
 
 def _model(architecture: Architecture) -> ModelPlan:
@@ -391,6 +419,8 @@ def _model(architecture: Architecture) -> ModelPlan:
         state_bytes=architecture.state_bytes,
         unserved=unserved(architecture),
         notes=architecture.notes,
+        dtype_assumed=architecture.dtype_assumed,
+        windows=tuple(dict.fromkeys(filter(None, (getattr(layer, "window", None) for layer in architecture.layers)))),
     )
 
 
@@ -403,7 +433,7 @@ def _at(context: int, full: FullCache, cache: CompressedCachePlan | None, load: 
         context=context,
         full=gpus * exact.held(context, batch=batch, new=new),
         full_blocks=gpus * full.held(context, batch=batch, new=new),
-        budget=None if cache is None else cache.budget(context, batch=batch),
+        budget=None if cache is None or cache.idle else cache.budget(context, batch=batch),
         kept=None if cache is None else gpus * cache.held(context, batch=batch),
         kept_later=None if cache is None else gpus * cache.held(context, batch=batch, new=new),
         prefill=None if cache is None else gpus * cache.peak(context, batch=batch, chunk=load.chunk),

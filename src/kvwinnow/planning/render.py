@@ -13,7 +13,7 @@ from kvwinnow.codecs import parse_codec
 from kvwinnow.planning.architecture import Architecture, Attention
 from kvwinnow.planning.catalogue import built_in
 from kvwinnow.planning.facts import FACTS
-from kvwinnow.planning.gpus import GPUS
+from kvwinnow.planning.gpus import GPUS, sold_size
 from kvwinnow.planning.planner import ContextPlan, Fit, GPUPlan, Plan
 from kvwinnow.planning.units import show_tokens
 from kvwinnow.policies import parse
@@ -40,6 +40,8 @@ def _parts(plan: Plan) -> Iterator[ConsoleRenderable | RichCast | str]:
     yield _sizes(plan)
     if plan.gpu is not None:
         yield _gpu(plan, plan.gpu)
+        if plan.gpu.free < 0:
+            yield _lighter(plan, plan.gpu)
         yield _fits(plan)
     if plan.fit is not None:
         yield from _fit(plan, plan.fit)
@@ -48,10 +50,12 @@ def _parts(plan: Plan) -> Iterator[ConsoleRenderable | RichCast | str]:
 
 def _head(plan: Plan) -> str:
     model = plan.model
+    assumed = " (assumed: the config does not say)" if model.dtype_assumed else ""
     layers = "; ".join(f"{count} layers of {what}" for what, count in model.layers.items())
     lines = [
         f"{model.name}: {layers}",
-        f"Computes in {model.dtype}" + (f", trained to {show_tokens(model.trained)} tokens" if model.trained else ""),
+        f"Computes in {model.dtype}{assumed}"
+        + (f", trained to {show_tokens(model.trained)} tokens" if model.trained else ""),
     ]
     per_token = f"Full cache: {model.bytes_per_token:,} bytes a token ({model.bytes_per_token / 1024:,.4g} KiB)"
     if model.bytes_per_late_token != model.bytes_per_token:
@@ -92,15 +96,30 @@ def _rows(plan: Plan, at: ContextPlan) -> Iterator[tuple[str, int]]:
     yield f"  in blocks of {plan.block} tokens, as vLLM has it", at.full_blocks
     if at.kept is None or at.kept_later is None or at.prefill is None or at.prefill_whole is None:
         return
-    kept = "every token" if at.budget is None else f"{min(at.budget, at.context):,} tokens per KV head"
-    kept += " on average" if parse(plan.policy or "full").layered else ""
-    yield f"{context}: kvwinnow, {_policy(plan.policy or '')}, {_dtypes(plan.k_dtype, plan.v_dtype)} ({kept})", at.kept
+    yield (
+        f"{context}: kvwinnow, {_policy(plan.policy or '')}, {_dtypes(plan.k_dtype, plan.v_dtype)} ({_kept(plan, at)})",
+        at.kept,
+    )
     if plan.new:
         yield f"  after the {plan.new:,} new tokens", at.kept_later
     if plan.chunk is not None:
         yield f"  peak while the prompt is read, {plan.chunk:,} tokens at once", at.prefill
     yield "  peak while the prompt is read in one piece: one layer's keys and values whole", at.prefill_whole
     yield "  peak of an engine that evicts once the prompt is read, at least", at.prefill_evicting_later
+
+
+def _kept(plan: Plan, at: ContextPlan) -> str:
+    """Which tokens kvwinnow's cache keeps of a prompt."""
+    if _all_slide(plan):
+        return f"windows of {', '.join(f'{window:,}' for window in plan.model.windows)}"
+    if at.budget is None:
+        return "every token"
+    average = " on average" if parse(plan.policy or "full").layered else ""
+    return f"{min(at.budget, at.context):,} tokens per KV head{average}"
+
+
+def _all_slide(plan: Plan) -> bool:
+    return bool(plan.model.windows) and plan.model.bytes_per_late_token == 0
 
 
 def _gpu(plan: Plan, gpu: GPUPlan) -> Table:
@@ -113,6 +132,21 @@ def _gpu(plan: Plan, gpu: GPUPlan) -> Table:
     left = "left for the cache" if gpu.free >= 0 else "left for the cache: the weights do not fit"
     table.add_row(Text(left, "bold"), *_both(gpu.free))
     return table
+
+
+def _lighter(plan: Plan, gpu: GPUPlan) -> str:
+    """What would make the weights fit: the smallest format, or with --fit all of them, and the number of GPUs."""
+    each = " of each GPU" if gpu.count > 1 else ""
+    lines = [
+        f"With {one.weights_dtype} weights ({_both(one.weights)[0]} GB) {_both(one.free)[0]} GB are left{each}: "
+        f"add --weights-dtype {one.weights_dtype}"
+        for one in (gpu.lighter if plan.fit is not None else gpu.lighter[:1])
+    ]
+    if gpu.gpus_for_weights is not None:
+        lines.append(f"As they are, the weights fit on {gpu.gpus_for_weights} of these GPUs, by tensor parallelism")
+    if plan.parameters is None:
+        lines.append("How much room other formats leave depends on the number of parameters: add --parameters")
+    return "\n".join(lines) or "The weights fit in no format that is known, nor on up to 64 of these GPUs"
 
 
 def _fits(plan: Plan) -> Table:
@@ -136,15 +170,26 @@ def _fits(plan: Plan) -> Table:
 
 def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
     lines = []
+    rows = f" of {plan.batch:,} rows" if plan.batch > 1 else ""
     if plan.policy is not None:
-        lines.append(f"Longest context with this policy and format: {_longest(fit.longest_context)}")
-    lines.append(f"Longest context with the full cache: {_longest(fit.longest_full_context)}")
+        lines.append(f"Longest context{rows} with this policy and format: {_longest(fit.longest_context)}")
+    lines.append(f"Longest context{rows} with the full cache: {_longest(fit.longest_full_context)}")
     for at in fit.contexts:
         gpus = "none up to 64 of these GPUs" if at.gpus_for_full is None else f"{at.gpus_for_full} of these GPUs"
-        lines.append(f"{show_tokens(at.context)} tokens with the full cache, weights divided: {gpus}")
-    yield "\n".join(lines)
+        what = f"{show_tokens(at.context)} tokens{rows and f' x {plan.batch:,} rows'}"
+        lines.append(f"{what} with the full cache, by tensor parallelism: {gpus}")
     if plan.model.unserved:
+        lines.append("No budgets or formats: kvwinnow's cache does not serve this model")
+    elif plan.gpu is not None and plan.gpu.free < 0:
+        lines.append("No budgets or formats of the cache: the weights do not fit")
+    else:
+        yield "\n".join(lines)
+        yield _options(fit, whole="the windows" if _all_slide(plan) else "all")
         return
+    yield "\n".join(lines)
+
+
+def _options(fit: Fit, *, whole: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title="What fits on what there is", title_justify="left"
     )
@@ -155,15 +200,17 @@ def _fit(plan: Plan, fit: Fit) -> Iterator[ConsoleRenderable | str]:
         table.add_column(heading, justify="right")
     for at in fit.contexts:
         for option in at.options:
-            tokens = "all" if option.tokens is None else f"{option.tokens:,}"
+            tokens = whole if option.tokens is None else f"{option.tokens:,}"
             # Rounded down, so that the share fits too.
-            share = "100%" if option.tokens is None else f"{int(option.share * 1000) / 10:.1f}%"
+            share = (
+                ("100%" if whole == "all" else "") if option.tokens is None else f"{int(option.share * 1000) / 10:.1f}%"
+            )
             row = (_dtypes(option.k_dtype, option.v_dtype), _policy(option.policy), tokens, share)
             table.add_row(show_tokens(at.context), *row, *_both(option.nbytes))
         if not at.options:
             table.add_row(show_tokens(at.context), "nothing fits", "", "", "", "", "")
         table.add_section()
-    yield table
+    return table
 
 
 def _longest(tokens: int | None) -> str:
@@ -179,18 +226,30 @@ def _feet(plan: Plan) -> str:
         if plan.policy is not None
         else ""
     )
+    return "\n".join([*(f"Note: {note}." for note in _notes(plan)), f"{plan.units}.", *filter(None, [counted])])
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    if plan.budget_assumed and not _all_slide(plan):
+        shares = (f"{(at.budget or 0) / at.context:.1%} of {show_tokens(at.context)}" for at in plan.contexts)
+        budget = plan.contexts[0].budget or 0
+        yield f"no budget named: {budget:,} tokens per KV head is the default, {', '.join(shares)} tokens"
     beyond = [show_tokens(at.context + plan.new) for at in plan.contexts if at.beyond_trained]
-    trained = show_tokens(plan.model.trained or 0)
-    note = f"Note: {', '.join(beyond)}: more than the {trained} tokens that the model was trained to." if beyond else ""
-    nothing = plan.policy is not None and not any(what.startswith("full attention") for what in plan.model.layers)
-    idle = "Note: all layers keep their own windows, so the policy has nothing to evict." if nothing else ""
-    shared = plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1
-    untried = (
-        "Note: kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs."
-        if shared
-        else ""
-    )
-    return "\n".join(filter(None, (note, idle, untried, f"{plan.units}.", counted)))
+    trained = plan.model.trained
+    if plan.fit is not None and trained is not None:
+        longest = (plan.fit.longest_context, plan.fit.longest_full_context)
+        beyond += ["the longest context"] if any(one is None or one + plan.new > trained for one in longest) else []
+    if beyond:
+        limit = f"the {show_tokens(trained or 0)} tokens that the model was trained to"
+        refused = "" if plan.model.unserved else ", so CompressedCache refuses such prompts"
+        yield f"{', '.join(beyond)}: more than {limit}{refused}"
+    if plan.policy is not None and _all_slide(plan):
+        yield "all layers keep their own windows, so the policy has nothing to evict"
+    if plan.policy is not None and plan.gpu is not None and plan.gpu.count > 1:
+        yield "kvwinnow's cache is planned as divided by KV heads; it has not been run on several GPUs"
+    sold = sold_size(plan.gpu.name) if plan.gpu is not None and plan.gpu.source == "as given" else None
+    if sold is not None:
+        yield sold
 
 
 def _models() -> Table:

@@ -24,6 +24,21 @@ class Format:
     what: str
 
 
+@dataclass(frozen=True)
+class LighterWeights:
+    """A format in which weights fit on GPUs.
+
+    Attributes:
+        weights_dtype: its name.
+        weights: bytes of all weights in it.
+        free: bytes of one GPU that they leave for the cache.
+    """
+
+    weights_dtype: str
+    weights: int
+    free: int
+
+
 FORMATS = {
     "fp32": Format(32, "all", "32 bits"),
     "bf16": Format(16, "all", "16 bits"),
@@ -55,3 +70,22 @@ def weights_bytes(parameters: Parameters, name: str) -> int:
         "experts": parameters.experts,
     }[form.covers]
     return int(covered * form.bits / 8) + 2 * (parameters.total - covered)
+
+
+def lighter(parameters: Parameters | None, gpus: int, usable: int) -> tuple[LighterWeights, ...]:
+    """The formats in which weights fit, the smallest first; none where their number is not known.
+
+    Args:
+        parameters: of the weights.
+        gpus: that share them evenly.
+        usable: bytes of one GPU for weights and cache.
+    """
+    if parameters is None:
+        return ()
+    sizes = {
+        name: weights_bytes(parameters, name)
+        for name, form in FORMATS.items()
+        if form.covers != "experts" or parameters.experts
+    }
+    fitting = (LighterWeights(name, size, usable - -(-size // gpus)) for name, size in sizes.items())
+    return tuple(sorted((one for one in fitting if one.free > 0), key=lambda one: one.weights))
