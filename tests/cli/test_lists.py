@@ -21,7 +21,8 @@ def test_policies_lists_everything_in_the_registry(run: Callable[..., Ran]) -> N
     for name, policy in POLICIES.items():
         assert f" {name} " in ran.out
         for field in dataclasses.fields(policy):
-            assert f"{field.name}={getattr(field.default, 'name', field.default)}" in ran.out
+            default = getattr(field.default, "name", field.default)
+            assert f"{field.name}={str(default).lower() if isinstance(default, bool) else default}" in ran.out
         assert policy.url in ran.out
 
 
