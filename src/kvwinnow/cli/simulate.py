@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvwinnow.cli.console import importing, out, progress_bar, stages
+from kvwinnow.cli.console import importing, note, out, progress_bar, stages
 from kvwinnow.errors import KvwinnowError
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def _sweep(
         from kvwinnow.policies import POLICIES
         from kvwinnow.simulation import plot, render
         from kvwinnow.simulation.reading import read_trace
+        from kvwinnow.simulation.retained import few_queries
         from kvwinnow.simulation.sweep import parse_sweep
         from kvwinnow.simulation.sweep import sweep as run
         from kvwinnow.simulation.whole_file import check_target
@@ -139,6 +140,7 @@ def _sweep(
     place = _place(given, layer, head)
     with progress_bar("replaying") as progress:
         found = run(given, wanted, specs or tuple(POLICIES), place=place, progress=progress)
+    note(few_queries(given))
     if output is not None:
         plot.write(found, given, output)
     if as_json:

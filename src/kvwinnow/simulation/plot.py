@@ -7,6 +7,7 @@ from typing import Any
 
 from kvwinnow.errors import TraceError
 from kvwinnow.simulation.render import budget_text, size_text
+from kvwinnow.simulation.retained import few_queries
 from kvwinnow.simulation.sweep import Point, Sweep
 from kvwinnow.simulation.trace import Trace
 from kvwinnow.simulation.whole_file import StrPath, replacing
@@ -19,7 +20,7 @@ table{{border-collapse:collapse}}td,th{{padding:.2rem .6rem;text-align:right;bor
 th:first-child,td:first-child{{text-align:left}}</style></head><body>
 <h1>Retained attention against memory</h1>
 <p>{said}</p>
-{figure}
+{warned}{figure}
 <table><thead><tr><th>policy</th><th>budget</th><th>tokens held</th><th>memory</th><th>retained</th></tr></thead>
 <tbody>{rows}</tbody></table>
 </body></html>
@@ -78,7 +79,13 @@ def write(found: Sweep, trace: Trace, path: StrPath) -> None:
     if in_bytes:
         figure.update_layout(updatemenus=[_switch(found)])
     drawn = figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
-    page = _PAGE.format(said=html.escape(_said(trace)), figure=drawn, rows="\n".join(map(_row, found.points)))
+    few = few_queries(trace)
+    page = _PAGE.format(
+        said=html.escape(_said(trace)),
+        warned="" if few is None else f"<p><strong>Note:</strong> {html.escape(few)}.</p>\n",
+        figure=drawn,
+        rows="\n".join(map(_row, found.points)),
+    )
     with replacing(path) as draft:
         draft.write_text(page, encoding="utf-8")
 
