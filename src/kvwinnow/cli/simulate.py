@@ -20,7 +20,11 @@ DEMO_BUDGET = 6
 def simulate(
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Which tokens stay; see kvwinnow policies. A sweep takes several.", show_default=False),
+        typer.Option(
+            help="Which tokens stay; see kvwinnow policies; hybrid:sinks=2 unless told. A sweep takes several, all of "
+            "them unless told.",
+            show_default=False,
+        ),
     ] = None,
     trace: Annotated[
         str,
@@ -97,7 +101,7 @@ def _one(
         if budget is not None:
             chosen = with_budget(spec, budget)
         show(f"replaying {len(given.tokens):,} tokens")
-        simulation = replay(given, chosen)
+        simulation = replay(given, chosen, scores=True)
         shown = Head(simulation, given.layers[0] if place[0] is None else place[0], place[1] or 0)
     if as_json:
         _write_json(shown.as_json(quiet=quiet))
@@ -106,7 +110,7 @@ def _one(
     if not quiet:
         console.print(render.arrivals(shown))
         console.print()
-        console.print(render.legend())
+        console.print(render.legend(shown))
     for line in render.final(shown):
         console.print(line, highlight=False)
 

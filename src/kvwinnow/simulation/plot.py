@@ -60,7 +60,8 @@ async function look() {
     { x: plot.data.map((_, place) => axes[axis].x[place]), "marker.color": each, "line.color": each },
     {
       paper_bgcolor: own("--ground"), plot_bgcolor: own("--ground"), "font.color": own("--ink"),
-      width: plot.clientWidth, height: narrow.matches ? 430 + below : 600, margin: { l: 55, r: 15, t: 15, b: narrow.matches ? below : 50 },
+      width: plot.clientWidth, height: narrow.matches ? 430 + below : 600,
+      margin: { l: 55, r: 15, t: 15, b: narrow.matches ? below : 50 },
       legend: narrow.matches
         ? { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" }
         : { title: { text: "policy" } },
