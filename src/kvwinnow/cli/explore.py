@@ -71,8 +71,9 @@ def explore(
         )
         show("writing the page")
         size = write(output, exploration)
+    count = len(exploration.runs)
     err().print(
-        f"{output}: {size / 1e6:.1f} MB, {ids.shape[1]:,} tokens under {len(exploration.runs)} policies; open it in a "
+        f"{output}: {size / 1e6:.1f} MB, {ids.shape[1]:,} tokens under {count} {'policy' if count == 1 else 'policies'}; open it in a "
         "browser",
         markup=False,
         highlight=False,

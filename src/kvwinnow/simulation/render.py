@@ -30,7 +30,7 @@ def legend(head: Head) -> Text:
     policy = head.simulation.policy
     # Only accumulated attention makes a heavy hitter.
     heavy = "heavy hitter, kept for its score" if Kind.MASS in policy.running() else "kept for its score"
-    parts = (
+    parts: tuple[tuple[str, str, str], ...] = (
         (*MARKS[SINK], "sink, among the first"),
         (*MARKS[HEAVY], heavy),
         (*MARKS[WINDOW], "window, among the latest"),
