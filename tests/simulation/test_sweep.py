@@ -60,7 +60,12 @@ def test_budgets_of_a_sweep(text: str, budgets: tuple[int | float, ...]) -> None
         ("budget=0..8", "the first is 1 or more"),
         ("budget=9..8", "the last not less"),
         ("budget=1..999999999", "31 budgets, and 24 are served"),
-        ("budget=64MiB", "'64MiB' is no budget"),
+        (
+            "budget=64MiB",
+            "'64MiB' is a size, and a sweep takes tokens (64) or shares of the prompt (0.25) and no sizes",
+        ),
+        ("budget=64,2.5 gb", "'2.5 gb' is a size"),
+        ("budget=64MiX", "'64MiX' is no budget"),
         ("budget=0", "'0' is no budget"),
         ("budget=1.5", "'1.5' is no budget"),
         ("budget=4,,5", "'' is no budget"),

@@ -72,9 +72,9 @@ def explore(
         show("writing the page")
         size = write(output, exploration)
     count = len(exploration.runs)
+    under = "1 policy" if count == 1 else f"{count} policies"
     err().print(
-        f"{output}: {size / 1e6:.1f} MB, {ids.shape[1]:,} tokens under {count} {'policy' if count == 1 else 'policies'}; open it in a "
-        "browser",
+        f"{output}: {size / 1e6:.1f} MB, {ids.shape[1]:,} tokens under {under}; open it in a browser",
         markup=False,
         highlight=False,
     )

@@ -186,9 +186,10 @@ def _notes(policy: Policy, budgets: Sequence[int | None], prompt: int, idle: boo
     given = [budget for budget in budgets if budget is not None]
     if limit is None or not given:
         return
-    if isinstance(limit, float) and int(limit * prompt) < least:
+    share = int(limit * prompt + 1e-9) if isinstance(limit, float) else least
+    if share < least:
         yield (
-            f"{limit:.4g} of the prompt is {int(limit * prompt):,} tokens, under the {least:,} that the policy "
+            f"{limit:.4g} of the prompt is {share:,} tokens, under the {least:,} that the policy "
             f"protects whatever their score, so the budget is {least:,}."
         )
     if idle:
