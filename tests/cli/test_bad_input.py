@@ -63,6 +63,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "template that fails": (("generate", "TMP/adding", Q), ("chat template", "concatenate", "correct")),
     "tokenizer of a larger model": (("generate", "TMP/narrow", "\xff"), ("token id", "ends at 63", "tokenizer")),
     "model folder missing": (("generate", "TMP/no-model", Q), ("no-model", "does not exist")),
+    "model of several words": (("generate", "Why is it?", Q), ("'Why is it?' is no model name", "hub id")),
     "model not cached": (("generate", "some-org/some-model", Q), ("some-org/some-model", "hf download")),
     "model a file": (("generate", "TMP/long.txt", Q), ("long.txt", "is a file", "folder")),
     "model without config": (("generate", "TMP/hollow", Q), ("hollow", "config.json")),

@@ -68,6 +68,24 @@ def test_a_question_alone_will_do(run: Callable[..., Ran], tiny_folder: Path, tm
     assert [made["label"] for made in header(page)["runs"]] == ["full"]
 
 
+def test_the_page_says_what_became_of_a_budget(run: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> None:
+    page, text = tmp_path / "page.html", "Why was it that we met?" * 2
+    policies = ("snapkv:budget=0.25", "h2o", "tova:budget=20", "full")
+    args = [word for policy in policies for word in ("--policy", policy)]
+    assert run("explore", tiny_folder, text, "-o", page, "--new-tokens", 2, *args).code == 0
+    assert [made["notes"] for made in header(page)["runs"]] == [
+        [],
+        [
+            "0.25 of the prompt is 11 tokens, under the 36 that the policy protects whatever their score, "
+            "so the budget is 36."
+        ],
+        ["Nothing was evicted: the budget is 1,024 tokens a KV head, and the prompt has 46."],
+        [],
+    ]
+    short = run("explore", tiny_folder, "Why not?", "-o", page, "--new-tokens", 2, "--policy", "full")
+    assert "tokens under 1 policy;" in short.err
+
+
 @pytest.mark.smollm2
 def test_a_single_question_goes_to_the_default_model(
     run: Callable[..., Ran], smollm2: tuple[Any, Any], tmp_path: Path
@@ -92,6 +110,9 @@ def test_an_older_page_is_replaced_and_a_failure_leaves_it(
 
 BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no prompt": (("MODEL",), ("no prompt", "--prompt-file FILE", "question")),
+    "no prompt but a word": (("hello",), ("'hello' was taken as the model", "--prompt-file FILE")),
+    "no prompt but a file": (("TMP/report.txt",), ("taken as the model", "--prompt-file TMP/report.txt")),
+    "model of several words": (("our report", "Why?"), ("'our report' is no model name", "folder or a hub id")),
     "question empty": (("MODEL", "  "), ("question is empty", "leave it out")),
     "question of stray bytes": (("MODEL", "Wh\udce9?"), ("character 3 of the question", "UTF-8")),
     "model name empty": (("", "--prompt-file", "TMP/report.txt"), ("name is empty",)),
@@ -125,7 +146,8 @@ def test_bad_input_is_refused_in_a_sentence(
     assert ran.out == ""
     complaint = ran.complaint()
     for part in parts:
-        assert part in complaint
+        assert part.replace("TMP", str(tmp_path)) in complaint
+    assert "hf download" not in complaint
     assert [path.name for path in tmp_path.iterdir()] == [prompt.name]
 
 

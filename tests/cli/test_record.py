@@ -53,10 +53,47 @@ def test_vectors_are_left_out_unless_asked_for(run: Run, tiny_folder: Path, prom
     assert trace.prompt == len(trace.tokens)
 
 
+def test_a_question_comes_after_the_files_text(run: Run, tiny_folder: Path, prompt: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t.parquet"
+    assert run("record", tiny_folder, "And moons?", "--prompt-file", prompt, "-o", target, "--new-tokens", 1).code == 0
+    trace = parquet.read(target)
+    assert "".join(trace.tokens[: trace.prompt]) == f"{prompt.read_text().strip()}\n\nAnd moons?"
+    assert run("record", tiny_folder, "How many?", "-o", target, "--new-tokens", 1).code == 0
+    trace = parquet.read(target)
+    assert "".join(trace.tokens[: trace.prompt]) == "How many?"
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        (0, "no token was decoded after the prompt, so there is no retained attention to measure;"),
+        (1, "only 1 token was decoded after the prompt, so retained attention is that of 1 query;"),
+        (15, "only 15 tokens were decoded after the prompt, so retained attention is that of 15 queries;"),
+        (16, None),
+    ],
+)
+def test_few_decoded_tokens_are_told_by_record_and_by_the_sweep(
+    run: Run, tiny_folder: Path, tmp_path: Path, new: int, said: str | None
+) -> None:
+    target, page = tmp_path / "t.parquet", tmp_path / "sweep.html"
+    recorded = run("record", tiny_folder, "How many?", "-o", target, "--new-tokens", new)
+    swept = run("simulate", "--trace", target, "--sweep", "budget=6", "--policy", "tova", "-o", page)
+    assert recorded.code == 0
+    if not new:
+        assert str(said) in recorded.err
+        assert swept.code == 2
+        return
+    for told in (recorded.err, swept.err, page.read_text("utf-8")):
+        assert (said in told) if said else ("decoded after the prompt" not in told)
+        assert ("end the text with a question or an instruction" in told) == bool(said)
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ([], "the prompt is missing"),
+        ([], "'no/such-model' was taken as the model, and there is no prompt"),
+        (["Why?", "--prompt-file", "empty.txt", "-o", "t.parquet"], "or leave --prompt-file out"),
+        ([" ", "-o", "t.parquet"], "the question is empty"),
         (["--prompt-file", "prompt.txt"], "the trace has no name"),
         (["--prompt-file", "prompt.txt", "-o", "t.csv"], "does not end in .parquet"),
         (["--prompt-file", "prompt.txt", "-o", "none/t.parquet"], "does not exist; make it"),

@@ -42,8 +42,8 @@ def test_the_demo_shows_each_arrival(run: Run) -> None:
     assert len(lines) == 8
     assert lines[0].split("│")[1:] == [" Ada      ", " S:Ada"]
     assert lines[5].endswith("S:Ada  S:Lovelace  H:was  H:born  W:in  W:a")
-    assert lines[6].endswith("S:Ada  S:Lovelace  H:was  H:born  x:in  W:a  W:December")
-    assert lines[7].endswith("S:Ada  S:Lovelace  x:was  H:born  H:a  W:December  W:1815")
+    assert lines[6].endswith("S:Ada  S:Lovelace  H:was  H:born  x:in (0.05)  W:a  W:December")
+    assert lines[7].endswith("S:Ada  S:Lovelace  x:was (0.1)  H:born  H:a  W:December  W:1815")
     assert "6 of 8 tokens are held (2 S, 2 H, 2 W): positions 0-1, 3, 5-7" in ran.out
     assert "Ada Lovelace ... born ... a December 1815" in ran.out
 
@@ -55,6 +55,32 @@ def test_the_seeds_command_gives_the_seeds_sets(run: Run) -> None:
     assert [arrival["held"] for arrival in told["arrivals"]] == [1, 2, 3, 4, 5, 6, 6, 6]
     roles = {kept["position"]: kept["role"] for kept in told["held"]}
     assert roles == {0: "sink", 1: "sink", 3: "heavy", 5: "heavy", 6: "window", 7: "window"}
+
+
+def test_scores_tell_why_a_token_went(run: Run) -> None:
+    told = json.loads(run("simulate", "--json").out)
+    # At the last choice token 4 was gone; it has the score at which it went.
+    assert told["scores"] == [0.95, 0.85, 0.1, 0.9, 0.05, 0.2, 0.15, 0.75]
+    assert json.loads(run("simulate", "--budget", "8", "--json").out)["scores"] == [None] * 8
+    assert "evicted (its score)" in run("simulate").out
+
+
+def test_a_policy_without_a_limit_marks_nothing_as_kept_for_a_score(run: Run) -> None:
+    ran = run("simulate", "--policy", "full")
+    assert "heavy hitter" not in ran.out
+    assert "8 of 8 tokens are held (8 K)" in ran.out
+    assert rows(ran.out)[1].endswith("K:Ada  K:Lovelace")
+    told = json.loads(run("simulate", "--policy", "full", "--json").out)
+    assert {kept["role"] for kept in told["held"]} == {"kept"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "heavy"), [("h2o", True), ("hybrid:sinks=2", True), ("tova", False), ("streamingllm:sinks=2", False)]
+)
+def test_a_heavy_hitter_is_one_of_accumulated_attention(run: Run, policy: str, heavy: bool) -> None:
+    shown = run("simulate", "--policy", policy).out
+    assert "kept for its score" in shown
+    assert ("heavy hitter, kept" in shown) == heavy
 
 
 def test_quiet_tells_the_end_alone(run: Run) -> None:

@@ -86,6 +86,16 @@ def test_jsonl_of_numbers_and_rows(tmp_path: Path) -> None:
     [
         ("", "line 1: the header is ''"),
         ("word,score\na,1\n", "line 1: the header is 'word,score'"),
+        ("Word, Score\na,1\n", "line 1: the header is 'Word, Score'"),
+        (
+            "token,attention\na,1\nb,0.6 0.42\n",
+            "line 3: the weights add up to 1.02, and attention weights of one query",
+        ),
+        (
+            "token,attention\na,2\nb,0.5 0.5\n",
+            "line 2: the weights add up to 2, and attention weights of one query sum to 1",
+        ),
+        ("token,attention\na,1\nb,1.5 -0.5\n", "line 3: attention '-0.5' is no number of 0 or more"),
         ("token,attention\n", "has no tokens"),
         ("token,token,attention\na,b,1\n", "line 1: two columns are named token"),
         ("token,attention,ATTENTION\na,1,2\n", "line 1: two columns are named attention"),
@@ -127,6 +137,11 @@ def test_bad_csv_is_refused_with_its_line(tmp_path: Path, text: str, sentence: s
 def test_bad_jsonl_is_refused_with_its_line(tmp_path: Path, line: str, sentence: str) -> None:
     text = '{"token": "first", "attention": 1}\n' + line
     assert sentence in refusal(written(tmp_path, "a.jsonl", text))
+
+
+def test_rows_may_be_rounded_and_single_numbers_may_be_any(tmp_path: Path) -> None:
+    assert not read_trace(written(tmp_path, "a.csv", "token,attention\na,1\nb,0.505 0.505\n")).fixed
+    assert read_trace(written(tmp_path, "a.csv", "token,attention\na,5\nb,7\n")).fixed
 
 
 def test_bad_names_are_refused(tmp_path: Path) -> None:

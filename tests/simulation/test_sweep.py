@@ -21,6 +21,7 @@ from kvwinnow.simulation.sweep import parse_sweep, sweep, with_budget
 from kvwinnow.simulation.trace import Trace, demo, demo_rows
 from tests.models import tiny_model, tiny_tokens
 from tests.running import logits
+from tests.simulation.explorer.browser import View, start
 
 SMALL = (
     "full",
@@ -59,7 +60,12 @@ def test_budgets_of_a_sweep(text: str, budgets: tuple[int | float, ...]) -> None
         ("budget=0..8", "the first is 1 or more"),
         ("budget=9..8", "the last not less"),
         ("budget=1..999999999", "31 budgets, and 24 are served"),
-        ("budget=64MiB", "'64MiB' is no budget"),
+        (
+            "budget=64MiB",
+            "'64MiB' is a size, and a sweep takes tokens (64) or shares of the prompt (0.25) and no sizes",
+        ),
+        ("budget=64,2.5 gb", "'2.5 gb' is a size"),
+        ("budget=64MiX", "'64MiX' is no budget"),
         ("budget=0", "'0' is no budget"),
         ("budget=1.5", "'1.5' is no budget"),
         ("budget=4,,5", "'' is no budget"),
@@ -144,6 +150,73 @@ def test_the_page_needs_no_network_and_holds_the_figures(trace: Trace, tmp_path:
     for point in found.points:
         assert f"<td>{point.retained:.2%}</td>" in page
     assert "60 tokens of prompt and 12 more" in page
+    assert '"displayModeBar": false' in page
+
+
+def test_the_page_tells_what_was_left_out_and_why(trace: Trace, tmp_path: Path) -> None:
+    rows = demo_rows()
+    plot.write(sweep(rows, (8, 64), ("snapkv", "keydiff", "h2o")), rows, tmp_path / "sweep.html")
+    page = (tmp_path / "sweep.html").read_text()
+    assert re.search(r"<li>keydiff [^<]*--vectors", page)
+    assert "<li>snapkv at 8: the budget is too small for what it protects.</li>" in page
+    assert "<li>h2o" not in page
+    plot.write(sweep(trace, (64,), ("h2o",)), trace, tmp_path / "sweep.html")
+    assert "Left out" not in (tmp_path / "sweep.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "ticks"),
+    [
+        (3e6, 137e6, [5e6, 10e6, 20e6, 50e6, 100e6]),
+        (64, 4096, [100, 200, 500, 1000, 2000]),
+        (3.1, 8.2, [3, 4, 5, 6, 7, 8]),
+        (1, 1e9, [10.0**decade for decade in range(10)]),
+        (7.1, 7.2, [7.1, 7.2]),
+        (6, 6, [6]),
+    ],
+)
+def test_ticks_are_round_numbers_about_the_range(least: float, most: float, ticks: list[float]) -> None:
+    assert plot.log_ticks(least, most) == pytest.approx(ticks)
+
+
+def test_lines_side_by_side_differ_in_dash_mark_and_order() -> None:
+    for place in range(11):
+        one, other = plot._drawn(place), plot._drawn(place + 1)
+        assert one["line"]["dash"] != other["line"]["dash"]
+        assert one["marker"]["symbol"] != other["marker"]["symbol"]
+        assert one["zorder"] != other["zorder"]
+
+
+def test_the_page_in_a_browser(tmp_path: Path, trace: Trace) -> None:
+    long = "compose:prompt=snapkv(window=8,kernel=3,pool=avg),decode=hybrid(heavy_ratio=0.25,normalize=age)"
+    plot.write(sweep(trace, (16, 32, 64), ("full", "h2o", "hybrid", long)), trace, tmp_path / "sweep.html")
+    driver = start()
+    try:
+        view = View(driver)
+        view.open(tmp_path / "sweep.html")
+        ground = "return getComputedStyle(document.body).backgroundColor"
+        colours = "return document.getElementById('plot').data.map((line) => line.marker.color)"
+        light = view.js(ground), view.js(colours)
+        ticks = "return [...document.querySelectorAll('#plot .xtick')].map((tick) => tick.textContent)"
+        assert view.js(ticks)
+        assert all(re.fullmatch(r"[\d.]+ [kM]?B", tick) for tick in view.js(ticks))
+        view.js("document.querySelector('[value=tokens]').click()")
+        view.settle()
+        assert all(re.fullmatch(r"[\d.,]+", tick) for tick in view.js(ticks))
+        view.theme("dark")
+        view.size(390, 800, mobile=True)
+        driver.execute_async_script("setTimeout(arguments[0], 500)")
+        assert view.js(ground) != light[0]
+        assert all(one != other for one, other in zip(view.js(colours), light[1], strict=True))
+        assert view.js("return document.documentElement.scrollWidth") <= 390
+        assert view.js("return document.querySelector('.box').scrollWidth") > 390
+        assert not view.many(".modebar-btn, .modebar a")
+        box = "return document.querySelector('#plot {}').getBoundingClientRect().{}"
+        assert view.js(box.format(".legend", "top")) >= view.js(box.format(".xtitle", "bottom"))
+        assert view.js(box.format(".legend", "right")) <= 390
+        assert view.errors() == []
+    finally:
+        driver.quit()
 
 
 @pytest.mark.parametrize(

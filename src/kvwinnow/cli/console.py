@@ -25,6 +25,12 @@ def err() -> Console:
     return _console(Console(file=sys.stderr))
 
 
+def note(sentence: str | None) -> None:
+    """Say on stderr what a result is to be read with, if there is something to say."""
+    if sentence is not None:
+        err().print(f"Note: {sentence}.", markup=False, highlight=False, soft_wrap=True)
+
+
 def _console(console: Console) -> Console:
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_FILE

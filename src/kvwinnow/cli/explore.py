@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated
 
 import typer
 
 from kvwinnow.cli.console import err, importing, stages
-from kvwinnow.cli.prompts import check_characters, check_length, read_prompt
-from kvwinnow.errors import KvwinnowError
-
-_MODEL = re.compile(r"[~.]?[\w.\-/\\:~]+")
-"""What a hub id or a path may look like; a question has spaces or a question mark."""
+from kvwinnow.cli.prompts import check_length, joined, model_and_question, read_prompt
 
 
 def explore(
@@ -43,15 +38,7 @@ def explore(
     system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
 ) -> None:
     """Show what policies did to a prompt, token by token, as one HTML page that needs no network."""
-    name, asked = _model_and_question(model, question)
-    for what, given in (("question", asked), ("system message", system)):
-        check_characters(what, given or "")
-    if asked is not None and not asked.strip():
-        raise KvwinnowError("the question is empty; give some text, or leave it out")
-    if prompt_file is None and asked is None:
-        raise KvwinnowError(
-            "there is no prompt; name a text file with --prompt-file FILE, give a question in quotes, or both"
-        )
+    name, asked = model_and_question(model, question, prompt_file, system)
     text = None if prompt_file is None else read_prompt(prompt_file)
     with stages() as show:
         with importing(show):
@@ -69,7 +56,7 @@ def explore(
         check_package()
         check_target(output)
         loaded, tokenizer = load(name, progress=show)
-        ids = encode(tokenizer, "\n\n".join(filter(None, (text, asked))), system=system)
+        ids = encode(tokenizer, joined(text, asked), system=system)
         check_length(loaded, ids.shape[1], new_tokens, option="--new-tokens")
         shown = NAME if name is None else os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name
         exploration = collect(
@@ -84,17 +71,10 @@ def explore(
         )
         show("writing the page")
         size = write(output, exploration)
+    count = len(exploration.runs)
+    under = "1 policy" if count == 1 else f"{count} policies"
     err().print(
-        f"{output}: {size / 1e6:.1f} MB, {ids.shape[1]:,} tokens under {len(exploration.runs)} policies; open it in a "
-        "browser",
+        f"{output}: {size / 1e6:.1f} MB, {ids.shape[1]:,} tokens under {under}; open it in a browser",
         markup=False,
         highlight=False,
     )
-
-
-def _model_and_question(first: str | None, second: str | None) -> tuple[str | None, str | None]:
-    """The two arguments by meaning: a single one is the model, unless it can only be a question."""
-    if second is not None or first is None:
-        return first, second
-    is_model = os.path.isdir(first) or _MODEL.fullmatch(first) or not first.strip()
-    return (first, None) if is_model else (None, first)

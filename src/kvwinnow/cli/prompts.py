@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +15,52 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 
+_NAME = re.compile(r"[~.]?[\w.\-/\\:~]+")
+"""What a hub id or a path may look like; a question has spaces or a question mark."""
 
-def read_prompt(name: str, *, instead: str = ", or leave --prompt-file out") -> str:
+
+def model_and_question(
+    first: str | None, second: str | None, prompt_file: str | None, system: str | None
+) -> tuple[str | None, str | None]:
+    """Two arguments by meaning, for commands that take a text, a question or both.
+
+    A single argument is the model, unless it can only be a question.
+
+    Raises:
+        KvwinnowError: there is neither a file nor a question, or the question or the system message is no text.
+    """
+    model, question = first, second
+    if second is None and first is not None:
+        is_model = os.path.isdir(first) or _NAME.fullmatch(first) or not first.strip()
+        model, question = (first, None) if is_model else (None, first)
+    for what, given in (("question", question), ("system message", system)):
+        check_characters(what, given or "")
+    if question is not None and not question.strip():
+        raise KvwinnowError("the question is empty; give some text, or leave it out")
+    if prompt_file is None and question is None:
+        if model is None or not model.strip():
+            raise KvwinnowError(
+                "there is no prompt; name a text file with --prompt-file FILE, give a question in quotes, or both"
+            )
+        file = model if os.path.isfile(os.path.expanduser(model)) else "FILE"
+        raise KvwinnowError(
+            f"{model!r} was taken as the model, and there is no prompt; name a text file with --prompt-file {file}, "
+            "give a question of several words in quotes, or both"
+        )
+    return model, question
+
+
+def joined(text: str | None, question: str | None) -> str:
+    """The user's message: the file's text, then the question."""
+    return "\n\n".join(filter(None, (text, question)))
+
+
+def read_prompt(name: str, *, instead: str | None = None) -> str:
     """The text of a prompt file, or of stdin for "-", in UTF-8; a byte order mark and spaces around it are dropped.
 
     Args:
         name: as the user gave it.
-        instead: what can be done without such a file, for the complaint about an empty one.
+        instead: how the complaint about an empty file ends; None: the file may be left out.
 
     Raises:
         KvwinnowError: it cannot be read, is no text, or is empty.
@@ -44,6 +84,7 @@ def read_prompt(name: str, *, instead: str = ", or leave --prompt-file out") -> 
     except ValueError as error:  # of the path: a NUL, or a character that no file name has here
         raise KvwinnowError(f"{shown} is no path ({error}); name a text file") from error
     if not text.strip():
+        instead = ", or leave --prompt-file out" if instead is None else instead
         raise KvwinnowError(f"{shown} is empty; put the text to ask about into it{instead}")
     return text.strip()
 

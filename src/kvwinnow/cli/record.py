@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvwinnow.cli.console import importing, out, progress_bar, stages
-from kvwinnow.cli.prompts import check_length, read_prompt
+from kvwinnow.cli.console import importing, note, out, progress_bar, stages
+from kvwinnow.cli.prompts import check_length, joined, model_and_question, read_prompt
 from kvwinnow.errors import KvwinnowError
 
 _COPIES = 3
@@ -22,8 +22,11 @@ def record(
         str | None,
         typer.Argument(help="A folder or a cached hub id; left out: the default model.", show_default=False),
     ] = None,
+    question: Annotated[
+        str | None, typer.Argument(help="In quotes; comes after the file's text.", show_default=False)
+    ] = None,
     prompt_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="UTF-8 text, the user's message; - reads stdin.")
+        str | None, typer.Option(metavar="FILE", help="UTF-8 text, put before the question; - reads stdin.")
     ] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="The trace to write, ending in .parquet.")
@@ -41,18 +44,18 @@ def record(
 
     The prompt is put into the model's chat template, as kvwinnow generate does, and answered greedily.
     """
-    if prompt_file is None:
-        raise KvwinnowError("the prompt is missing; name a text file: --prompt-file FILE, or - to read stdin")
+    model, question = model_and_question(model, question, prompt_file, system)
     if output is None:
         raise KvwinnowError("the trace has no name; give one that ends in .parquet: -o trace.parquet")
     if Path(output).suffix.lower() != ".parquet":
         raise KvwinnowError(f"-o {output} does not end in .parquet, which tells kvwinnow simulate what it is; add it")
     from kvwinnow.simulation import parquet
+    from kvwinnow.simulation.retained import few_queries
     from kvwinnow.simulation.whole_file import check_target
 
     check_target(output)
     parquet.check_pyarrow()
-    text = read_prompt(prompt_file, instead=" first")
+    text = None if prompt_file is None else read_prompt(prompt_file, instead=" first" if question is None else None)
     with stages() as show:
         with importing(show):
             from kvwinnow.evaluation.generation import encode
@@ -61,7 +64,7 @@ def record(
             from kvwinnow.simulation.record import record as run
 
         loaded, tokenizer = load(model, progress=show)
-        ids = encode(tokenizer, text, system=system)
+        ids = encode(tokenizer, joined(text, question), system=system)
         check_length(loaded, ids.shape[1], new_tokens, "--new-tokens")
         _check_memory(loaded, ids.shape[1], new_tokens, vectors, show)
     with progress_bar("recording") as progress:
@@ -86,6 +89,7 @@ def record(
         markup=False,
         soft_wrap=True,
     )
+    note(few_queries(trace))
 
 
 def _check_memory(model: Any, prompt: int, new: int, vectors: bool, show: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvwinnow.cli.console import importing, out, progress_bar, stages
+from kvwinnow.cli.console import importing, note, out, progress_bar, stages
 from kvwinnow.errors import KvwinnowError
 
 if TYPE_CHECKING:
@@ -20,7 +20,11 @@ DEMO_BUDGET = 6
 def simulate(
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Which tokens stay; see kvwinnow policies. A sweep takes several.", show_default=False),
+        typer.Option(
+            help="Which tokens stay; see kvwinnow policies; hybrid:sinks=2 unless told. A sweep takes several, all of "
+            "them unless told.",
+            show_default=False,
+        ),
     ] = None,
     trace: Annotated[
         str,
@@ -101,7 +105,7 @@ def _one(
         if budget is not None:
             chosen = with_budget(spec, budget)
         show(f"replaying {len(given.tokens):,} tokens")
-        simulation = replay(given, chosen)
+        simulation = replay(given, chosen, scores=True)
         shown = Head(simulation, given.layers[0] if place[0] is None else place[0], place[1] or 0)
     if as_json:
         _write_json(shown.as_json(quiet=quiet))
@@ -110,7 +114,7 @@ def _one(
     if not quiet:
         console.print(render.arrivals(shown))
         console.print()
-        console.print(render.legend())
+        console.print(render.legend(shown))
     for line in render.final(shown):
         console.print(line, highlight=False)
 
@@ -129,6 +133,7 @@ def _sweep(
         from kvwinnow.policies import POLICIES
         from kvwinnow.simulation import plot, render
         from kvwinnow.simulation.reading import read_trace
+        from kvwinnow.simulation.retained import few_queries
         from kvwinnow.simulation.sweep import parse_sweep
         from kvwinnow.simulation.sweep import sweep as run
         from kvwinnow.simulation.whole_file import check_target
@@ -143,6 +148,7 @@ def _sweep(
     place = _place(given, layer, head)
     with progress_bar("replaying") as progress:
         found = run(given, wanted, specs or tuple(POLICIES), place=place, progress=progress)
+    note(few_queries(given))
     if output is not None:
         plot.write(found, given, output)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 from kvwinnow.errors import KvwinnowError
@@ -11,6 +12,8 @@ from kvwinnow.integrations import default_model
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 # Nothing is downloaded and no code that lies beside the weights is run.
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -73,6 +76,11 @@ def _checked(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise KvwinnowError(
             f"model folder {name!r} does not exist; check the path, or leave it out for the default model"
+        )
+    if not _HUB_ID.fullmatch(name):
+        raise KvwinnowError(
+            f"{name[:60]!r} is no model name and no folder here; name a folder or a hub id first and the question "
+            "after it, or leave the model out for the default one"
         )
     return name
 

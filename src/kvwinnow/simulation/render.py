@@ -8,11 +8,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvwinnow.simulation.states import HEAVY, SINK, WINDOW, Head, State, ranges
+from kvwinnow.simulation.states import HEAVY, KEPT, SINK, WINDOW, Head, State, ranges
 from kvwinnow.simulation.sweep import Point, Sweep
 from kvwinnow.simulation.trace import Trace
+from kvwinnow.statistics import Kind
 
-MARKS = {SINK: ("S", "cyan"), HEAVY: ("H", "yellow"), WINDOW: ("W", "green")}
+MARKS = {SINK: ("S", "cyan"), HEAVY: ("H", "yellow"), WINDOW: ("W", "green"), KEPT: ("K", "none")}
 _GONE = ("x", "red strike")
 
 FEW_TOKENS = 32
@@ -24,14 +25,19 @@ _SHOWN = 4
 _RUNS = 40
 
 
-def legend() -> Text:
+def legend(head: Head) -> Text:
     """What the marks mean."""
-    parts = (
+    policy = head.simulation.policy
+    # Only accumulated attention makes a heavy hitter.
+    heavy = "heavy hitter, kept for its score" if Kind.MASS in policy.running() else "kept for its score"
+    parts: tuple[tuple[str, str, str], ...] = (
         (*MARKS[SINK], "sink, among the first"),
-        (*MARKS[HEAVY], "heavy hitter, kept for its score"),
+        (*MARKS[HEAVY], heavy),
         (*MARKS[WINDOW], "window, among the latest"),
-        (*_GONE, "evicted"),
+        (*_GONE, "evicted (its score)"),
     )
+    if policy.limit is None:
+        parts = ((*MARKS[KEPT], "kept: this policy evicts nothing"),)
     text = Text()
     for mark, style, meaning in parts:
         text.append(mark, style).append(f" {meaning}   ")
@@ -72,9 +78,11 @@ def _in_full(head: Head) -> Table:
     for state in head.states(head.arrivals):
         shown = Text()
         for position in sorted({*state.roles, *state.evicted}):
-            mark, style = MARKS[state.roles[position]] if position in state.roles else _GONE
-            word = plain(head.trace.tokens[position])
-            shown.append(f"{mark}:{word}", style).append("  ")
+            gone = position not in state.roles
+            mark, style = _GONE if gone else MARKS[state.roles[position]]
+            shown.append(f"{mark}:{plain(head.trace.tokens[position])}", style)
+            score = head.score(position) if gone else None
+            shown.append("" if score is None else f" ({score:.3g})").append("  ")
         shown.rstrip()
         table.add_row(f"{state.seen:,}", _arrived(head.trace, state), shown)
     return table
@@ -90,11 +98,13 @@ def _in_short(head: Head) -> Table:
     table.add_column("arrived", no_wrap=True)
     table.add_column("held", justify="right")
     table.add_column("of them", no_wrap=True)
-    table.add_column("evicted since the line above", overflow="fold")
+    table.add_column("evicted since the line above (position: score)", overflow="fold")
     for state in head.states(moments):
         gone = Text()
         for position in state.evicted[:_SHOWN]:
-            gone.append(f"{_GONE[0]}:{plain(head.trace.tokens[position])}", _GONE[1]).append(f" ({position:,})  ")
+            gone.append(f"{_GONE[0]}:{plain(head.trace.tokens[position])}", _GONE[1])
+            score = head.score(position)
+            gone.append(f" ({position:,})  " if score is None else f" ({position:,}: {score:.3g})  ")
         if len(state.evicted) > _SHOWN:
             gone.append(f"and {len(state.evicted) - _SHOWN:,} more")
         gone.rstrip()
@@ -125,7 +135,10 @@ def _arrived(trace: Trace, state: State) -> Text:
 
 
 def _counts(state: State) -> Text:
-    return Text(", ".join(f"{state.count(role):,} {mark}" for role, (mark, _) in MARKS.items()))
+    every = KEPT in state.roles.values()
+    return Text(
+        ", ".join(f"{state.count(role):,} {mark}" for role, (mark, _) in MARKS.items() if (role == KEPT) == every)
+    )
 
 
 def _excerpt(trace: Trace, state: State) -> Text:

@@ -8,6 +8,26 @@ from numpy.typing import NDArray
 from kvwinnow.errors import TraceError
 from kvwinnow.simulation.trace import Trace
 
+FEW_QUERIES = 16
+"""Under as many, the attention retained says little of other questions."""
+
+
+def few_queries(trace: Trace) -> str | None:
+    """A sentence, without its full stop, on a trace after whose prompt too few tokens came; None: there are enough."""
+    count = len(trace.tokens) - trace.prompt
+    if not trace.prompt or count >= FEW_QUERIES:
+        return None
+    if not count:
+        said = "no token was decoded after the prompt, so there is no retained attention to measure"
+    elif count == 1:
+        said = "only 1 token was decoded after the prompt, so retained attention is that of 1 query"
+    else:
+        said = f"only {count} tokens were decoded after the prompt, so retained attention is that of {count} queries"
+    return (
+        f"{said}; end the text with a question or an instruction, and let at least {FEW_QUERIES} new tokens be "
+        "generated"
+    )
+
 
 def retained_mass(trace: Trace, evicted: NDArray[np.int32]) -> NDArray[np.float64]:
     """The share of the attention of the full cache's later queries that lies on tokens still held when they come.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from kvwinnow.policies import SlidingWindow
 from kvwinnow.simulation.run import Simulation
 from kvwinnow.simulation.trace import Trace
 
-SINK, HEAVY, WINDOW = "sink", "heavy", "window"
+SINK, HEAVY, WINDOW, KEPT = "sink", "heavy", "window", "kept"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class State:
         seen: how many have come.
         first: position of the first token that came since the state before.
         roles: for each position held, in order: "sink" (protected as one of the first), "window" (among the latest),
-            "heavy" (kept for its score).
+            "heavy" (kept for its score); "kept" under a policy without a limit, which scores nothing.
         evicted: positions evicted since the state before.
     """
 
@@ -85,8 +86,17 @@ class Head:
         evicted = self.simulation.evicted[row, self.head]
         held = np.flatnonzero(self.simulation.held(seen)[row, self.head]).tolist()
         roles = {p: SINK if p < sinks else WINDOW if p >= seen - recent else HEAVY for p in held}
+        if policy.limit is None:
+            roles = dict.fromkeys(held, KEPT)
         gone = np.flatnonzero((evicted > before) & (evicted <= seen)).tolist()
         return State(seen, before, roles, tuple(gone))
+
+    def score(self, position: int) -> float | None:
+        """The token's score when the policy last had to choose; None: it never had to, or nothing was remembered."""
+        if self.simulation.scores is None:
+            return None
+        score = float(self.simulation.scores[self.trace.layers.index(self.number), self.head, position])
+        return float(f"{score:.6g}") if math.isfinite(score) else None
 
     def states(self, moments: list[int]) -> Iterator[State]:
         """The states at these moments, each with what was evicted since the one before."""
@@ -104,6 +114,7 @@ class Head:
             "head": self.head,
             "tokens": list(trace.tokens),
             "prompt": trace.prompt,
+            "scores": [self.score(position) for position in range(len(trace.tokens))],
         }
         if not quiet:
             told["arrivals"] = [

@@ -100,6 +100,11 @@ def _budget(value: str, text: str) -> int | float:
             continue
         if (kind is int and budget >= 1) or (kind is float and 0 < budget <= 1):
             return budget
+    if re.fullmatch(r"[\d.]+ ?[kmgt]?i?b", value, flags=re.IGNORECASE):
+        raise PolicyError(
+            f"sweep {text!r}: {value!r} is a size, and a sweep takes tokens (64) or shares of the prompt (0.25) and no "
+            "sizes; its table tells what each takes in memory"
+        )
     raise PolicyError(f"sweep {text!r}: {value!r} is no budget; write tokens (64) or a share of the prompt (0.25)")
 
 

@@ -19,6 +19,9 @@ from kvwinnow.simulation.trace import Trace, from_numbers, from_rows
 MOST_ROWS = 16_384
 """Tokens of a trace of rows, whose matrix takes 1 GiB then."""
 
+MOST_WEIGHT = 1.01
+"""Sum of the weights of one query, at most; what is above 1 comes of rounding."""
+
 Lines = Iterator[tuple[int, str, float | list[float]]]
 """The number of the line, the token, its attention."""
 
@@ -44,10 +47,11 @@ def from_jsonl(text: str, name: str, prompt: int = 0) -> Trace:
 def _csv_lines(text: str, name: str) -> Lines:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = [field.strip().lower() for field in next(reader, [])]
+        written = next(reader, [])
+        header = [field.strip().lower() for field in written]
         if "token" not in header or "attention" not in header:
             raise TraceError(
-                f"{name}, line 1: the header is {','.join(header)[:80]!r}; a trace's first line names its columns: "
+                f"{name}, line 1: the header is {','.join(written)[:80]!r}; a trace's first line names its columns: "
                 "token,attention"
             )
         twice = next((name for name in ("token", "attention") if header.count(name) > 1), None)
@@ -147,6 +151,14 @@ def _check_row(row: list[float], place: int, tokens: int, where: str) -> None:
             "each token up to itself"
         )
     if any(row[place + 1 :]):
-        raise TraceError(f"{where}: token {place + 1} gives weight to a token that comes after it; attention is causal")
+        raise TraceError(
+            f"{where}: token {place + 1} gives weight to a token that comes after it; attention is causal; was the "
+            "matrix transposed?"
+        )
+    if sum(row) > MOST_WEIGHT:
+        raise TraceError(
+            f"{where}: the weights add up to {sum(row):.4g}, and attention weights of one query sum to 1 at most; was "
+            "the matrix transposed?"
+        )
     if not any(row):
         raise TraceError(f"{where}: all weights are 0, so the query attends to nothing; its weights add up to 1")

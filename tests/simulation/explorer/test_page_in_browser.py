@@ -463,6 +463,12 @@ def test_the_answers_stand_side_by_side(view: View, made: Made) -> None:
         held = run.kept(0).sum(-1)
         assert f"{held.max()} of {PROMPT} tokens a KV head" in facts
         assert f"{round(run.nbytes[0] / 2**20, 2):g} MiB" in facts
+        for note in run.notes:
+            assert note in card.text
+    sizes = [(10, 17), (17, 10), (100, 101), (1, 8)]
+    said = ["1.7 times smaller than", "1.7 times larger than", "as large as", "8.0 times smaller than"]
+    for size, words in zip(sizes, said, strict=True):
+        assert view.js("return explorer.compared(arguments[0], arguments[1])", *size) == f"{words} the full cache"
 
 
 # -- themes and sizes ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,17 +155,45 @@ def _run(
     tokens = ids.shape[1] + len(answer) - 1
     layers: Any = cache.layers
     text: Any = tokenizer.decode(answer, skip_special_tokens=True)
+    evicted = watch.evicted(tokens)
+    budgets = tuple(layer.budgets[0] for layer in layers)
+    following = [layer for layer, window in enumerate(inspect_model(unwrap(model)).sliding) if window is None]
+    idle = bool((evicted[following] == NEVER).all())
     return Run(
         policy=str(policy),
         label=label(policy),
-        evicted=watch.evicted(tokens),
+        evicted=evicted,
         scores=watch.scores(tokens),
-        budgets=tuple(layer.budgets[0] for layer in layers),
+        budgets=budgets,
         nbytes=np.array(nbytes, dtype=np.int64),
         answer=token_texts(tokenizer, answer),
         text=text.strip(),
         foretold=foretold(cache, ids.shape[1]),
+        notes=tuple(_notes(policy, [budgets[layer] for layer in following], ids.shape[1], idle)),
     )
+
+
+def _notes(policy: Policy, budgets: Sequence[int | None], prompt: int, idle: bool) -> Iterator[str]:
+    """Sentences on the budget, see ``Run.notes``.
+
+    Args:
+        policy: whose budget it is.
+        budgets: of the layers that follow it, as resolved.
+        prompt: tokens.
+        idle: whether these layers evicted nothing.
+    """
+    limit, least = policy.limit, policy.minimum()
+    given = [budget for budget in budgets if budget is not None]
+    if limit is None or not given:
+        return
+    share = int(limit * prompt + 1e-9) if isinstance(limit, float) else least
+    if share < least:
+        yield (
+            f"{limit:.4g} of the prompt is {share:,} tokens, under the {least:,} that the policy "
+            f"protects whatever their score, so the budget is {least:,}."
+        )
+    if idle:
+        yield f"Nothing was evicted: the budget is {max(given):,} tokens a KV head, and the prompt has {prompt:,}."
 
 
 def foretold(cache: CompressedCache, prompt: int) -> tuple[tuple[int, int], ...]:

@@ -35,6 +35,7 @@ class Run:
         foretold: pairs of tokens and bytes: what the whole cache would take right after a prompt of so many tokens,
             from 1 to the prompt's length, where the bytes are ``nbytes[0]``. A length at which the policy cannot obey
             its budget has no pair.
+        notes: sentences on what a reader should know of the budget: that nothing was evicted, or that it was raised.
         retained: (L, H) float32, the share of the attention that the full cache pays while it answers which lies on
             tokens that this cache still holds then; NaN in layers that keep a window of their own. None: not measured.
     """
@@ -48,6 +49,7 @@ class Run:
     answer: tuple[str, ...]
     text: str
     foretold: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
     retained: NDArray[np.float32] | None = None
 
     @property

@@ -136,6 +136,7 @@ def _header(run: Run) -> dict[str, Any]:
         "foretold": run.foretold,
         "answer": [text.translate(_CONTROLS) for text in run.answer],
         "text": run.text,
+        "notes": run.notes,
         "retained": retained,
     }
 

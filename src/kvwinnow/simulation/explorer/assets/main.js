@@ -180,7 +180,7 @@ class Explorer {
       if (run.full) told.textContent = "The model as it is, for comparison.";
       else if (same < 0 && run.answer.length === full.answer.length) told.textContent = "The same answer as the full cache's.";
       else told.textContent = `As the full cache's up to token ${number(until)}, then underlined.`;
-      article.append(element("h3", "", run.label), figures, told, quote);
+      article.append(element("h3", "", run.label), figures, ...run.notes.map((note) => element("p", "figures", note)), told, quote);
       article.title = run.policy;
       $("answers").append(article);
       run.card = { figures };
@@ -198,13 +198,20 @@ class Explorer {
       const [least, most] = [Math.min(...held), Math.max(...held)];
       const tokens = least === most ? number(most) : `${number(least)} to ${number(most)}`;
       const parts = [`${tokens} of ${number(data.prompt + now)} tokens a KV head`, mebibytes(bytes)];
-      if (!run.full) parts.push(`${(full.nbytes[Math.min(now, full.steps)] / bytes).toFixed(1)} times smaller than the full cache`);
+      if (!run.full) parts.push(this.compared(bytes, full.nbytes[Math.min(now, full.steps)]));
       if (run.retained && !run.full) {
         const given = run.retained.flat().filter((one) => one !== null);
         if (given.length) parts.push(`${percent(given.reduce((sum, one) => sum + one, 0) / given.length)} of the attention retained`);
       }
       run.card.figures.textContent = parts.join(" · ");
     }
+  }
+
+  /** A cache's bytes beside the full cache's. */
+  compared(bytes, full) {
+    const times = (Math.max(bytes, full) / Math.min(bytes, full)).toFixed(1);
+    if (times === "1.0") return "as large as the full cache";
+    return `${times} times ${bytes < full ? "smaller" : "larger"} than the full cache`;
   }
 }
 
