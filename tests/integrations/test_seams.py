@@ -177,7 +177,10 @@ def test_refusals_at_the_seams() -> None:
         generate(model, cache)
 
 
-def test_a_size_beyond_any_float_is_a_size() -> None:
+def test_a_size_of_as_many_digits_as_are_read_is_a_size() -> None:
     model = tiny_model()
-    cache = CompressedCache(model, f"streamingllm:budget={'9' * 400}GiB")
+    cache = CompressedCache(model, f"streamingllm:budget={'9' * 24}TiB")
     assert torch.equal(generate(model, cache), generate(model, None))
+    with pytest.raises(KvwinnowError, match=r"^budget='9{50,60}\.\.\.' is no budget") as refused:
+        CompressedCache(model, f"streamingllm:budget={'9' * 400}GiB")
+    assert len(str(refused.value)) < 300

@@ -34,8 +34,9 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = match and {u.lower(): u for u in _UNITS}.get(match[2].lower())
     if not match or not unit:
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
         raise PolicyError(
-            f"budget={text!r} is no budget; write tokens (1024), a share of the prompt (0.125) or a size: a number and "
+            f"budget={shown!r} is no budget; write tokens (1024), a share of the prompt (0.125) or a size: a number and "
             f"one of {', '.join(_UNITS)} (64MiB)"
         )
     size = int(Decimal(match[1]) * _UNITS[unit])
