@@ -36,8 +36,8 @@ def parse_size(text: str) -> int:
     if not match or not unit:
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         raise PolicyError(
-            f"budget={shown!r} is no budget; write tokens (1024), a share of the prompt (0.125) or a size: a number and "
-            f"one of {', '.join(_UNITS)} (64MiB)"
+            f"budget={shown!r} is no budget; write tokens (1024), a share of the prompt (0.125) or a size: a number "
+            f"and one of {', '.join(_UNITS)} (64MiB)"
         )
     size = int(Decimal(match[1]) * _UNITS[unit])
     if size < 1:
