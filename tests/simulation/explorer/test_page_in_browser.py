@@ -321,10 +321,8 @@ def test_the_maps_tell_budget_held_and_retained(view: View, made: Made) -> None:
 
 
 def test_a_field_of_the_map_chooses_its_layer_and_head(view: View) -> None:
-    # The chart below begins to be drawn once it comes near view, and a map that is drawn anew amid a click loses it.
-    view.js("document.querySelector('#held-map').scrollIntoView({block: 'center'})")
-    view.settle()
-    view.one('#held-map [data-layer="2"][data-head="1"]').click()
+    cell = view.one('#held-map [data-layer="2"][data-head="1"]')
+    cell.click()
     view.settle()
     assert (view.one("#layer").get_property("value"), view.one("#head").get_property("value")) == ("2", "1")
     view.js("document.querySelector('#retained-map svg').focus()")

@@ -18,6 +18,16 @@ function ticks(least, most, count) {
   return made;
 }
 
+/** Call `then` whenever the width of `box` changes. Its height changes with every line that is said below a figure. */
+function onWidth(box, then) {
+  let width = box.clientWidth;
+  new ResizeObserver(() => {
+    if (box.clientWidth === width) return;
+    width = box.clientWidth;
+    then();
+  }).observe(box);
+}
+
 /** Columns of layers, rows of heads; a field is reached by pointer or by arrow keys, and chosen by click or Enter. */
 class HeatMap {
   constructor(box, title, onChoose) {
@@ -32,7 +42,7 @@ class HeatMap {
     this.readout.setAttribute("aria-live", "polite");
     box.append(this.title, this.svg, this.readout);
     this.listen();
-    new ResizeObserver(() => this.draw()).observe(box);
+    onWidth(box, () => this.draw());
   }
 
   /** `values[layer][head]`, null for none; `texts` likewise; `most` is the strongest shade; `chosen` is the state. */

@@ -70,12 +70,7 @@ class MemoryChart {
     const again = () => Plotly.react(this.plot, this.traces(), this.layout());
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     this.logarithmic.addEventListener("change", again);
-    let width = this.plot.clientWidth;
-    new ResizeObserver(() => {
-      if (this.plot.clientWidth === width) return;
-      width = this.plot.clientWidth;
-      again();
-    }).observe(this.plot);
+    onWidth(this.plot, again);
     this.plot.dataset.drawn = "yes";
     performance.mark("chart");
   }
