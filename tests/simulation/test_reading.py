@@ -18,7 +18,7 @@ from kvwinnow.simulation import parquet
 from kvwinnow.simulation.reading import read_trace
 from kvwinnow.simulation.record import record
 from kvwinnow.simulation.trace import Trace, demo, demo_rows
-from kvwinnow.simulation.whole_file import check_target, replacing
+from kvwinnow.simulation.writing import check_target, replacing
 from tests.models import tiny_model, tiny_tokens
 
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvwinnow.errors import DocumentError
+from kvwinnow.whole_file import replaced
 
 CHECKSUM = "checksum"
 _BYTES = 32
@@ -61,20 +61,11 @@ def write(path: StrPath, tensors: Mapping[str, Tensor], texts: Mapping[str, str]
         DocumentError: the file cannot be written.
     """
     target = checked(path)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.draft")
     try:
         if target.exists() and not target.is_file():
             raise DocumentError(f"{str(target)!r} is no file that could be replaced; name another")
-        try:
-            with open(draft, "xb") as stream:
-                _write(stream, tensors, texts)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(draft, target)
-        finally:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        with replaced(target) as draft, open(draft, "xb") as stream:
+            _write(stream, tensors, texts)
     except OSError as error:
         raise DocumentError(
             f"{str(target)!r} cannot be written: {error.strerror or error}; name a file in a folder that exists, with "
@@ -117,16 +108,6 @@ def _begun(texts: Mapping[str, str], specs: Mapping[str, Spec]) -> Any:
     """A checksum that covers what the header says."""
     told = json.dumps([sorted(texts.items()), sorted(specs.items())]).encode()
     return hashlib.blake2b(told, digest_size=_BYTES)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the new name survive a loss of power, where the system lets a folder be opened."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def explore(
             from kvwinnow.simulation.explorer.collect import DEFAULT_POLICIES, different
             from kvwinnow.simulation.explorer.collect import explore as collect
             from kvwinnow.simulation.explorer.page import check_package, write
-            from kvwinnow.simulation.whole_file import check_target
+            from kvwinnow.simulation.writing import check_target
 
         # Before the model is loaded, which takes time.
         chosen = different([parse(text) for text in policy or DEFAULT_POLICIES])

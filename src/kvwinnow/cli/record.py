@@ -51,7 +51,7 @@ def record(
         raise KvwinnowError(f"-o {output} does not end in .parquet, which tells kvwinnow simulate what it is; add it")
     from kvwinnow.simulation import parquet
     from kvwinnow.simulation.retained import few_queries
-    from kvwinnow.simulation.whole_file import check_target
+    from kvwinnow.simulation.writing import check_target
 
     check_target(output)
     parquet.check_pyarrow()

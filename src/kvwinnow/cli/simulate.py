@@ -136,7 +136,7 @@ def _sweep(
         from kvwinnow.simulation.retained import few_queries
         from kvwinnow.simulation.sweep import parse_sweep
         from kvwinnow.simulation.sweep import sweep as run
-        from kvwinnow.simulation.whole_file import check_target
+        from kvwinnow.simulation.writing import check_target
 
     wanted = parse_sweep(budgets)
     if output is not None:

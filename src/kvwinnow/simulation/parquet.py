@@ -25,7 +25,7 @@ import numpy as np
 
 from kvwinnow.errors import TraceError
 from kvwinnow.simulation.trace import ModelShape, QueryFacts, Trace, Vectors
-from kvwinnow.simulation.whole_file import StrPath, replacing
+from kvwinnow.simulation.writing import StrPath, replacing
 
 KEY = b"kvwinnow.trace"
 VERSION = 1

@@ -13,7 +13,7 @@ from kvwinnow.simulation.render import budget_text, size_text
 from kvwinnow.simulation.retained import few_queries
 from kvwinnow.simulation.sweep import Point, Sweep
 from kvwinnow.simulation.trace import Trace
-from kvwinnow.simulation.whole_file import StrPath, replacing
+from kvwinnow.simulation.writing import StrPath, replacing
 
 _STYLE = """
 :root{color-scheme:light dark;--ground:#fff;--ink:#1c2126;--soft:#5b6470;--line:#d9d6cc}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvwinnow.errors import KvwinnowError
 from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
-from kvwinnow.simulation.whole_file import replacing
+from kvwinnow.simulation.writing import replacing
 
 SCRIPTS = ("data.js", "text.js", "details.js", "map.js", "memory.js", "figures.js", "main.js")
 """In the order in which they are read; together they are one script."""

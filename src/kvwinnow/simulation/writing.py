@@ -1,14 +1,14 @@
-"""Files that appear whole or not at all, and complaints about names before any work is done."""
+"""Traces and pages are written whole or not at all; names are complained about before any work is done."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvwinnow.errors import TraceError
+from kvwinnow.whole_file import replaced
 
 StrPath = str | os.PathLike[str]
 
@@ -42,18 +42,11 @@ def replacing(path: StrPath) -> Iterator[Path]:
     Raises:
         TraceError: the file cannot be written.
     """
-    target = check_target(path)
-    draft = target.with_name(f".{secrets.token_hex(4)}.draft")
     try:
-        yield draft
-        with open(draft, "rb+") as stream:
-            os.fsync(stream.fileno())
-        os.replace(draft, target)
+        with replaced(check_target(path)) as draft:
+            yield draft
     except OSError as error:
         raise _unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
 def _unwritable(path: StrPath, error: Exception) -> TraceError:
