@@ -131,7 +131,7 @@ def test_numbers_may_be_a_prompt_too() -> None:
 
 
 def test_traces_need_no_torch() -> None:
-    modules = ("trace", "text_traces", "parquet", "reading", "retained", "whole_file")
+    modules = ("trace", "text_traces", "parquet", "reading", "retained", "writing")
     imports = ", ".join(f"kvwinnow.simulation.{name}" for name in modules)
     code = f"import sys; import {imports}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvwinnow.codecs import Codec
@@ -150,27 +150,38 @@ def budget_nbytes(
         seen: tokens of the prompt, by which such policies divide; None: not known, which adds what the steps of slots
             may come to at most.
     """
-    known: dict[tuple[PlannedLayer, int | None], int] = {}
-    total = 0
-    for layer, own, share in _divided(policy, layers, tokens, seen):
-        if (layer, share) not in known:
-            kept = tokens if share is None else share
-            if own.layered and seen is not None:
-                kept = min(kept, seen)
-            slots = slots_for(kept, own.capacity(kept), layer.codecs, layer.shape.exact)
-            if own.layered and seen is None:
-                # However the sum is divided, no layer has more than a step of slots beyond its part.
-                slots = kept + GROWTH
-            held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
-            known[layer, share] = held + prompt_nbytes(own, layer.shape, batch=batch)
-        total += known[layer, share]
-    return total
+
+    def nbytes(layer: PlannedLayer, own: Policy, share: int | None) -> int:
+        kept = tokens if share is None else share
+        if own.layered and seen is not None:
+            kept = min(kept, seen)
+        slots = slots_for(kept, own.capacity(kept), layer.codecs, layer.shape.exact)
+        if own.layered and seen is None:
+            # However the sum is divided, no layer has more than a step of slots beyond its part.
+            slots = kept + GROWTH
+        held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
+        return held + prompt_nbytes(own, layer.shape, batch=batch)
+
+    return sum(_by_layer(policy, layers, tokens, seen, nbytes))
+
+
+def part_of(share: float, tokens: int) -> int:
+    """A share of that many tokens, in tokens."""
+    # A hair more, so that 0.29 of 100 is 29 in spite of the float.
+    return int(tokens * share + 1e-9)
 
 
 def share_of(policy: Policy, share: float, tokens: int) -> int:
     """A share of that many tokens, in tokens; at least what the policy cannot do without."""
-    # A hair more, so that 0.29 of 100 is 29 in spite of the float.
-    return max(policy.minimum(), int(tokens * share + 1e-9))
+    return max(policy.minimum(), part_of(share, tokens))
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number from ``low``, which fits, to ``high`` that fits too; what is less than one that fits does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def tokens_in(policy: Policy, layers: Sequence[PlannedLayer], size: str, *, batch: int) -> int:
@@ -187,12 +198,8 @@ def tokens_in(policy: Policy, layers: Sequence[PlannedLayer], size: str, *, batc
             f"KV head, which take {needed:,} bytes in this model with {batch} row(s), whole steps of slots and "
             "what is held of the prompt's queries included; give at least that"
         )
-    low, high = least, least + limit  # no token takes less than a byte
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = budget_nbytes(policy, layers, middle, batch=batch) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    most = least + limit  # no token takes less than a byte
+    return largest(lambda tokens: budget_nbytes(policy, layers, tokens, batch=batch) <= limit, least, most)
 
 
 def budget_in_tokens(policy: Policy, layers: Sequence[PlannedLayer], *, batch: int, prompt: int) -> int | None:
@@ -223,16 +230,13 @@ def layers_nbytes(
         PolicyError: a budget in bytes that holds too few tokens.
     """
     budget = budget_in_tokens(policy, layers, batch=batch, prompt=prompt)
-    known: dict[tuple[PlannedLayer, int | None], int] = {}
-    totals = []
-    for layer, own, share in _divided(policy, layers, budget, prompt):
-        if (layer, share) not in known:
-            slots = _slots_held(own, layer, share, prompt=prompt, new=new)
-            held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
-            asked = 0 if new else prompt_nbytes(own, layer.shape, batch=batch, prompt=prompt)
-            known[layer, share] = held + asked
-        totals.append(known[layer, share])
-    return tuple(totals)
+
+    def nbytes(layer: PlannedLayer, own: Policy, share: int | None) -> int:
+        slots = _slots_held(own, layer, share, prompt=prompt, new=new)
+        held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
+        return held + (0 if new else prompt_nbytes(own, layer.shape, batch=batch, prompt=prompt))
+
+    return _by_layer(policy, layers, budget, prompt, nbytes)
 
 
 def prefill_nbytes(
@@ -257,21 +261,33 @@ def prefill_nbytes(
     return sum(layers_nbytes(policy, layers, batch=batch, prompt=prompt)) + made
 
 
-def _divided(
-    policy: Policy, layers: Sequence[PlannedLayer], budget: int | None, seen: int | None
-) -> Iterator[tuple[PlannedLayer, Policy, int | None]]:
-    """Each layer, the policy it goes by, and its part of the budget if ``seen`` tells how to divide it."""
+def _by_layer(
+    policy: Policy,
+    layers: Sequence[PlannedLayer],
+    budget: int | None,
+    seen: int | None,
+    nbytes: Callable[[PlannedLayer, Policy, int | None], int],
+) -> tuple[int, ...]:
+    """For each layer ``nbytes`` of it, the policy it goes by, and its part of the budget; of alike layers asked once.
+
+    The budget is divided if ``seen`` tells how.
+    """
     sharing, number = sum(layer.window is None for layer in layers), 0
+    known: dict[tuple[PlannedLayer, int | None], int] = {}
+    found = []
     for layer in layers:
+        own, share = policy, budget
         if layer.window is not None:  # keeps its own window, whatever the policy
-            own = sliding_budget(layer.window)
-            yield layer, SlidingWindow(budget=own), own
-            continue
-        share = budget
-        if budget is not None and seen is not None:
-            share = policy.layer_budget(budget, layer=number, layers=sharing, seen=seen)
-        yield layer, policy, share
-        number += 1
+            share = sliding_budget(layer.window)
+            own = SlidingWindow(budget=share)
+        else:
+            if budget is not None and seen is not None:
+                share = policy.layer_budget(budget, layer=number, layers=sharing, seen=seen)
+            number += 1
+        if (layer, share) not in known:
+            known[layer, share] = nbytes(layer, own, share)
+        found.append(known[layer, share])
+    return tuple(found)
 
 
 def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prompt: int, new: int) -> int:

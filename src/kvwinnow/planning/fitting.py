@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvwinnow.cache.memory import largest
 from kvwinnow.codecs import parse_codec
 from kvwinnow.errors import CodecError, KvwinnowError, PolicyError
 from kvwinnow.planning.architecture import Architecture
@@ -80,7 +81,7 @@ def longest_context(cache: Cache, load: Load, free: int) -> int | None:
 
     if fits(LONGEST):
         return None
-    return _largest(fits, 0, LONGEST)
+    return largest(fits, 0, LONGEST)
 
 
 def options(cache: Cache, context: int, load: Load, free: int) -> Iterator[Option]:
@@ -164,14 +165,6 @@ def _largest_budget(
 
     if not fits(least):
         return None
-    tokens = _largest(fits, least, most)
+    tokens = largest(fits, least, most)
     best = with_budget(policy, tokens)
     return str(best), tokens, load.needed(with_policy(best), context)
-
-
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number between ``low``, which fits, and ``high`` that fits too."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvwinnow.cache.memory import LayerShape, PlannedLayer, budget_in_tokens, exact_slots
+from kvwinnow.cache.memory import GROWTH, LayerShape, PlannedLayer, budget_in_tokens, exact_slots
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.codecs import parse_codec
 from kvwinnow.errors import PolicyError, TraceError
@@ -27,7 +27,6 @@ from kvwinnow.statistics import Kind
 
 NEVER = np.iinfo(np.int32).max
 """When a token was evicted that is still there in the end."""
-_GROWTH = 32
 
 Progress = Callable[[int, int], None]
 """Told after each token how many have come, and of how many."""
@@ -173,7 +172,7 @@ class _Run:
     def decode(self, seen: int) -> None:
         """Take in the token after ``seen - 1`` others, let it attend, and evict what is due."""
         if max(self.kept) + 1 > self.positions.shape[2]:
-            more = (self.layers, self.heads, _GROWTH)
+            more = (self.layers, self.heads, GROWTH)
             self.positions = torch.cat([self.positions, torch.full(more, -1)], dim=2)
             if self.storing:
                 self.mass = torch.cat([self.mass, torch.zeros(more)], dim=2)
@@ -253,7 +252,7 @@ class _Run:
         self.evicted[layer, head, self.positions[layer, head, slot]] = seen
         self.positions.masked_fill_(~stays, -1)
         self.kept = [min(kept, most) for kept, most in zip(self.kept, keep, strict=True)]
-        if self.positions.shape[2] - max(self.kept) >= 2 * _GROWTH:
+        if self.positions.shape[2] - max(self.kept) >= 2 * GROWTH:
             self._shrink()
 
     def _remember(self, scores: Tensor) -> None:

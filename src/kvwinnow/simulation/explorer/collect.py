@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvwinnow.cache.memory import layers_nbytes
+from kvwinnow.cache.memory import layers_nbytes, part_of
 from kvwinnow.errors import KvwinnowError, PolicyError
 from kvwinnow.evaluation.generation import greedy
 from kvwinnow.integrations.transformers import CompressedCache
@@ -157,7 +157,7 @@ def _run(
     text: Any = tokenizer.decode(answer, skip_special_tokens=True)
     evicted = watch.evicted(tokens)
     budgets = tuple(layer.budgets[0] for layer in layers)
-    following = [layer for layer, window in enumerate(inspect_model(unwrap(model)).sliding) if window is None]
+    following = [layer for layer, window in enumerate(cache.structure.sliding) if window is None]
     idle = bool((evicted[following] == NEVER).all())
     return Run(
         policy=str(policy),
@@ -186,7 +186,7 @@ def _notes(policy: Policy, budgets: Sequence[int | None], prompt: int, idle: boo
     given = [budget for budget in budgets if budget is not None]
     if limit is None or not given:
         return
-    share = int(limit * prompt + 1e-9) if isinstance(limit, float) else least
+    share = part_of(limit, prompt) if isinstance(limit, float) else least
     if share < least:
         yield (
             f"{limit:.4g} of the prompt is {share:,} tokens, under the {least:,} that the policy "
