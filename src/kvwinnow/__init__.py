@@ -27,6 +27,7 @@ _HOMES = {
             "SnapKV",
             "StreamingLLM",
             "TOVA",
+            "WholeBlocks",
             "parse",
         ),
         "kvwinnow.policies",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         SlidingWindow,
         SnapKV,
         StreamingLLM,
+        WholeBlocks,
         parse,
     )
 
@@ -74,6 +76,7 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "TOVA",
+    "WholeBlocks",
     "from_press",
     "parse",
     "plan",

@@ -15,7 +15,7 @@ from kvwinnow.errors import KvwinnowError
 T = TypeVar("T")
 
 SHARED = "budget"
-"""A nested thing has no value of its own for this parameter: it is given the outer one's."""
+"""A nested thing has no value of its own for this parameter where the outer one has it: it is given that one's."""
 
 _NESTED = re.compile(r"\s*([^\s()=,:]+)\s*\((.*)\)\s*", re.DOTALL)
 
@@ -35,7 +35,7 @@ def parse_spec(
         registry: classes by name; the fields of each are its parameters.
         kind: what the classes are, for the complaint ("policy").
         error: what to raise.
-        shared: values for parameters that the text does not give, for a nested thing.
+        shared: values for parameters that the text does not give, such as those of a nested thing.
 
     Raises:
         KvwinnowError: of type ``error``: an unknown name or parameter, a missing or doubled value, a bracket that is
@@ -65,7 +65,7 @@ def parse_spec(
         values[key] = value
     given = {key: _value(value) for key, value in values.items() if not _is_nested(value, fields[key], registry)}
     values = {**{key: value for key, value in (shared or {}).items() if key in known}, **values, **given}
-    common = {SHARED: values.get(SHARED, fields[SHARED].default)} if SHARED in known else {}
+    common = {SHARED: values.get(SHARED, fields[SHARED].default)} if SHARED in known else dict(shared or {})
     for key in values.keys() - given.keys() - (shared or {}).keys():
         match = _NESTED.fullmatch(values[key])
         nested = values[key] if match is None else ":".join(filter(None, (match[1], match[2].strip())))
@@ -79,19 +79,28 @@ def show_spec(name: str, instance: Any) -> str:
     return f"{name}:{text}" if text else name
 
 
-def show_value(value: Any) -> str:
-    """The text form of a parameter's value; of one that is a policy or codec itself, in brackets."""
+def show_value(value: Any, *, but: str | None = None) -> str:
+    """The text form of a parameter's value; of one that is a policy or codec itself, in brackets.
+
+    ``but`` names the parameter that such a one is given, and does not show.
+    """
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    inner, name = ",".join(_shown(value, but=SHARED)), str(getattr(value, "name", value))
+    inner, name = ",".join(_shown(value, but=but)), str(getattr(value, "name", value))
     return f"{name}({inner})" if inner else name
 
 
+def given_to_nested(thing: Any) -> str | None:
+    """The parameter that things nested in this one, a class or an instance, are given by it."""
+    return SHARED if SHARED in {field.name for field in dataclasses.fields(thing)} else None
+
+
 def _shown(instance: Any, *, but: str | None = None) -> Iterator[str]:
+    given = given_to_nested(instance)
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         if value is not None and field.name != but:
-            yield f"{field.name}={show_value(value)}"
+            yield f"{field.name}={show_value(value, but=given)}"
 
 
 def _pieces(text: str, whole: str, kind: str, error: type[KvwinnowError]) -> Iterator[str]:

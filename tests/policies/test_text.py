@@ -23,6 +23,7 @@ from kvwinnow.policies import (
     SlidingWindow,
     SnapKV,
     StreamingLLM,
+    WholeBlocks,
     parse,
 )
 from kvwinnow.policies.budget import parse_size
@@ -49,6 +50,11 @@ VARIANTS: list[Policy] = [
     Compose(budget="64MiB", prompt=Full(), decode=H2O("64MiB", recent=64)),
     Compose(budget=4096, prompt=SnapKV(4096, window=2000), decode=StreamingLLM()),
     Compose(budget=50, prompt=ExpectedAttention(), decode=Full()),
+    WholeBlocks(H2O(budget=64, recent=3), 32),
+    WholeBlocks(SnapKV(budget=0.125), multiple_of=1),
+    WholeBlocks(PyramidKV(budget="64MiB", beta=3)),
+    WholeBlocks(Compose(budget=64, prompt=SnapKV(64, window=8), decode=TOVA(64)), 8),
+    WholeBlocks(Full(), 4),
 ]
 
 
@@ -80,6 +86,20 @@ def test_a_policy_within_a_policy_stands_in_brackets_and_has_the_outer_budget() 
     assert isinstance(wide, Compose)
     assert wide.prompt == SnapKV(4096, window=2000)
     assert parse("compose:budget=500,prompt=snapkv(budget=500)") == parse("compose:budget=500,prompt=snapkv")
+
+
+def test_the_policy_within_blocks_has_a_budget_of_its_own() -> None:
+    expected = WholeBlocks(H2O(64, recent=8), 16)
+    assert parse("blocks:multiple_of=16,policy=h2o(budget=64,recent=8)") == expected
+    assert str(expected) == "blocks:policy=h2o(budget=64,evict_every=1,sinks=0,recent=8),multiple_of=16"
+    assert parse("blocks:policy=compose(budget=64,prompt=knorm,decode=tova)").policy == Compose(64, Knorm(64), TOVA(64))  # type: ignore[attr-defined]
+    assert parse("blocks") == WholeBlocks(SnapKV(1024), 16)
+    # Without one it takes what the caller gives, as any policy does, however deep it stands.
+    assert parse("blocks:policy=compose(prompt=knorm,decode=tova)", budget=64) == WholeBlocks(
+        Compose(64, Knorm(64), TOVA(64))
+    )
+    assert parse("blocks:policy=h2o(budget=64,recent=8)", budget=99) == expected
+    assert parse("h2o:recent=2000", budget=4096) == H2O(4096, recent=2000)
 
 
 def test_defaults_are_those_of_the_papers_or_said_to_differ() -> None:
@@ -176,6 +196,15 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("compose:prompt=snapkv)window=3(", ["bracket"]),
     ("compose:prompt=snapkv,prompt=h2o", ["prompt", "twice", "snapkv", "h2o"]),
     ("h2o:recent=snapkv(window=3)", ["recent=", "whole"]),
+    ("blocks:multiple_of=0", ["multiple_of=0", "1 or more", "16"]),
+    ("blocks:multiple_of=2.5", ["multiple_of=2.5", "whole"]),
+    ("blocks:multiple_of=none", ["multiple_of=None", "whole"]),
+    ("blocks:policy=5", ["'5'", "snapkv"]),
+    ("blocks:policy=blocks(multiple_of=8)", ["blocks of 8", "within"]),
+    ("blocks:policy=h2o(budget=0)", ["budget=0", "1"]),
+    ("blocks:budget=64", ["budget", "policy", "multiple_of"]),
+    ("compose:prompt=blocks", ["prompt=", "blocks of 16", "blocks:multiple_of=16,policy=compose"]),
+    ("compose:decode=blocks(multiple_of=8,policy=h2o)", ["decode=", "blocks:multiple_of=8,policy=compose"]),
 ]
 
 

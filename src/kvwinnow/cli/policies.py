@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwinnow.cli.console import out
+from kvwinnow.textform import given_to_nested, show_value
 
 
 def policies() -> None:
@@ -38,10 +39,9 @@ def policies() -> None:
 
 def _parameters(policy: Any) -> Text:
     fields = dataclasses.fields(policy)
-    return Text("\n".join(f"{field.name}={_default(field)}" for field in fields) or "none")
+    given = given_to_nested(policy)
+    return Text("\n".join(f"{field.name}={_default(field, given)}" for field in fields) or "none")
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    from kvwinnow.textform import show_value
-
-    return "(required)" if field.default is dataclasses.MISSING else show_value(field.default)
+def _default(field: dataclasses.Field[Any], given: str | None) -> str:
+    return "(required)" if field.default is dataclasses.MISSING else show_value(field.default, but=given)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from kvwinnow.cache.memory import LayerShape, PlannedLayer, budget_in_tokens, exact_slots, layers_nbytes, prefill_nbytes
 from kvwinnow.codecs import Codec
@@ -100,10 +101,12 @@ Cache = FullCache | CompressedCachePlan
 
 
 def with_budget(policy: Policy, tokens: int) -> Policy:
-    """A policy that has a budget, with one of that many tokens; policies within it share it."""
-    values = ((field.name, getattr(policy, field.name)) for field in dataclasses.fields(policy))
-    inner = {name: with_budget(value, tokens) for name, value in values if getattr(value, "limit", None) is not None}
-    return dataclasses.replace(policy, budget=tokens, **inner)  # type: ignore[call-arg]  # whose type is not known here
+    """A policy that has a budget, its own or that of a policy within it, with one of that many tokens for all."""
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    new: dict[str, Any] = {
+        name: with_budget(value, tokens) for name, value in values.items() if getattr(value, "limit", None) is not None
+    }
+    return dataclasses.replace(policy, **new, **({"budget": tokens} if "budget" in values else {}))
 
 
 def has_default_budget(text: str, policy: Policy) -> bool:

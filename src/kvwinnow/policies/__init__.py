@@ -14,6 +14,7 @@ from kvwinnow.policies.sliding_window import SlidingWindow
 from kvwinnow.policies.snapkv import SnapKV
 from kvwinnow.policies.streaming_llm import StreamingLLM
 from kvwinnow.policies.tova import TOVA
+from kvwinnow.policies.whole_blocks import WholeBlocks
 
 __all__ = [
     "Budgeted",
@@ -36,5 +37,6 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "TOVA",
+    "WholeBlocks",
     "parse",
 ]

@@ -166,6 +166,10 @@ class Policy:
         """How many tokens each KV head keeps now; None: nothing to do. Pure, so that planners can call it too."""
         return None
 
+    def most_kept(self, budget: int) -> int:
+        """Most tokens that a cut to this budget leaves a KV head."""
+        return budget
+
     def capacity(self, budget: int) -> int | None:
         """Most slots a KV head ever needs at this budget, slack included; None: decoding is not bounded."""
         return None

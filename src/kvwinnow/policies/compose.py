@@ -11,6 +11,7 @@ from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import Budgeted, LayerView, Lengths, Phase, Policy, Rolling
 from kvwinnow.policies.h2o import H2O
 from kvwinnow.policies.snapkv import SnapKV
+from kvwinnow.policies.whole_blocks import WholeBlocks
 from kvwinnow.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ class Compose(Budgeted):
             )
         if isinstance(policy, Compose):
             raise PolicyError(f"compose: {role}= is a compose itself; give it one of the policies that one is made of")
+        if isinstance(policy, WholeBlocks):
+            raise PolicyError(
+                f"compose: {role}= evicts in blocks of {policy.multiple_of} for one phase alone; put compose into "
+                f"blocks, as in blocks:multiple_of={policy.multiple_of},policy=compose(...)"
+            )
         if not isinstance(policy, Budgeted):
             return policy
         if role == "decode" and not isinstance(policy, Rolling):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies.base import Policy
+from kvwinnow.policies.budget import Budget
 from kvwinnow.policies.compose import Compose
 from kvwinnow.policies.expected_attention import ExpectedAttention
 from kvwinnow.policies.full import Full
@@ -16,7 +17,8 @@ from kvwinnow.policies.sliding_window import SlidingWindow
 from kvwinnow.policies.snapkv import SnapKV
 from kvwinnow.policies.streaming_llm import StreamingLLM
 from kvwinnow.policies.tova import TOVA
-from kvwinnow.textform import parse_spec
+from kvwinnow.policies.whole_blocks import WholeBlocks
+from kvwinnow.textform import SHARED, parse_spec
 
 # A new policy is one file beside this one and one entry here.
 POLICIES: dict[str, type[Policy]] = {
@@ -34,14 +36,20 @@ POLICIES: dict[str, type[Policy]] = {
         KeyDiff,
         ExpectedAttention,
         Compose,
+        WholeBlocks,
     )
 }
 
 
-def parse(text: str) -> Policy:
+def parse(text: str, *, budget: Budget | None = None) -> Policy:
     """Read a policy from its text form, ``name`` or ``name:parameter=value,...``; a value may be ``name(...)`` itself.
+
+    Args:
+        text: it.
+        budget: of the policy where its text names none; None: the default.
 
     Raises:
         PolicyError: an unknown name or parameter, or a value that the policy refuses.
     """
-    return parse_spec(text, POLICIES, kind="policy", error=PolicyError)
+    shared = None if budget is None else {SHARED: budget}
+    return parse_spec(text, POLICIES, kind="policy", error=PolicyError, shared=shared)

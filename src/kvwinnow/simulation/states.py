@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvwinnow.errors import TraceError
-from kvwinnow.policies import SlidingWindow
+from kvwinnow.policies import SlidingWindow, WholeBlocks
 from kvwinnow.simulation.run import Simulation
 from kvwinnow.simulation.trace import Trace
 
@@ -81,7 +81,8 @@ class Head:
         budget = self.simulation.budgets[row]
         policy = self.simulation.policy
         sinks, recent = policy.protected(seen if budget is None else budget)
-        if isinstance(policy, SlidingWindow):  # its score is how recent a token is
+        chooser = policy.policy if isinstance(policy, WholeBlocks) else policy
+        if isinstance(chooser, SlidingWindow):  # its score is how recent a token is
             recent = seen
         evicted = self.simulation.evicted[row, self.head]
         held = np.flatnonzero(self.simulation.held(seen)[row, self.head]).tolist()

@@ -15,6 +15,7 @@ from kvwinnow.policies import POLICIES, Policy, parse
 from kvwinnow.simulation.retained import retained_mass
 from kvwinnow.simulation.run import planned_layers, simulate
 from kvwinnow.simulation.trace import Trace
+from kvwinnow.textform import given_to_nested
 
 _STEPS = 24
 """Budgets of one sweep, at most."""
@@ -120,7 +121,12 @@ def with_budget(spec: str, budget: int | float | str) -> Policy:
         raise PolicyError(
             f"budget {budget!r} is none; write tokens (64), a share of the prompt (0.25) or a size (64MiB)"
         )
-    return parse(f"{spec}{',' if ':' in spec else ':'}budget={budget}")
+    if given_to_nested(POLICIES[spec.partition(":")[0].strip().lower()]) is not None:
+        return parse(f"{spec}{',' if ':' in spec else ':'}budget={budget}")
+    # The budget is that of the policy within.
+    if re.search(r"\bbudget\s*=", spec):
+        raise PolicyError(f"policy {spec!r} names a budget, so it is given twice, there and as {budget}; give it once")
+    return parse(spec, budget=parse(f"slidingwindow:budget={budget}").limit)
 
 
 def sweep(

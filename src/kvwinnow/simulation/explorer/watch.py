@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvwinnow.policies import Compose, LayerView, Lengths, Phase, Policy
+from kvwinnow.policies import Compose, LayerView, Lengths, Phase, Policy, WholeBlocks
 from kvwinnow.policies.budget import Budget
 from kvwinnow.simulation.explorer.exploration import NEVER
 from kvwinnow.statistics import Kind, Statistics
@@ -99,6 +99,9 @@ class _Watched(Policy):
     def due(self, phase: Phase, lengths: Lengths) -> int | None:
         return self.inner.due(phase, lengths)
 
+    def most_kept(self, budget: int) -> int:
+        return self.inner.most_kept(budget)
+
     def capacity(self, budget: int) -> int | None:
         return self.inner.capacity(budget)
 
@@ -116,6 +119,8 @@ class _Watched(Policy):
 
 def _scores(policy: Policy, view: LayerView, lengths: Sequence[Lengths]) -> Tensor:
     """(1, H, S): the scores by which ``select`` went, +inf for what it protected whatever its score."""
+    if isinstance(policy, WholeBlocks):
+        policy = policy.policy
     if isinstance(policy, Compose):
         policy = policy.prompt if view.phase is Phase.PROMPT else policy.decode
     sinks, recent = policy.protected(lengths[0].budget)
