@@ -77,6 +77,7 @@ class Rule:
         values: whether its norms of the values count.
         prompt: Compose's rule for prompts.
         decode: Compose's rule while decoding.
+        multiple_of: tokens in a block, of which only whole ones go.
     """
 
     method: str
@@ -95,6 +96,7 @@ class Rule:
     values: bool = True
     prompt: Rule | None = None
     decode: Rule | None = None
+    multiple_of: int = 1
 
     def now(self, prompt: bool) -> Rule:
         """The rule that holds in a prompt, or while decoding."""
@@ -115,14 +117,17 @@ class Rule:
             return self.sinks + 1
         return max(1, self.sinks + self.window + (self.recent or 0))
 
-    def overfull(self, kept: int, budget: int | None, prompt: bool) -> bool:
-        """Whether a KV head that holds ``kept`` tokens is cut back to the budget now."""
+    def surplus(self, kept: int, budget: int | None, prompt: bool) -> int:
+        """How many tokens go now of ``kept`` that a KV head holds."""
         rule = self.now(prompt)
         if rule.method == "full" or budget is None:
-            return False
-        if prompt:
-            return kept > budget
-        return rule.method not in ("snapkv", "pyramidkv", "expectedattention") and kept >= budget + rule.evict_every
+            return 0
+        if not prompt and rule.method in ("snapkv", "pyramidkv", "expectedattention"):
+            return 0
+        surplus = 0
+        while kept - surplus - self.multiple_of >= budget:
+            surplus += self.multiple_of
+        return surplus if prompt or surplus >= rule.evict_every else 0
 
     def latest(self, budget: int) -> int:
         """How many of the latest tokens stay whatever they score."""
@@ -253,9 +258,10 @@ class Row:
             self.prompted = self.seen
         if budget is not None:
             budget = self.rule.share(budget, self.layer, self.layers, self.prompted)
-        if self.rule.overfull(len(self.held[0]), budget, prompt):
+        surplus = self.rule.surplus(len(self.held[0]), budget, prompt)
+        if surplus:
             assert budget is not None
-            self.cut(self.rule.now(prompt), budget, prompt)
+            self.cut(self.rule.now(prompt), budget, len(self.held[0]) - surplus, prompt)
         return out
 
     def attention(self, q: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,15 +332,15 @@ class Row:
             expected[tokens] += torch.softmax(torch.tensor(logits, dtype=torch.float64), 0) / group
         return (expected + rule.epsilon) * self.values[head].norm(dim=-1) if rule.values else expected
 
-    def cut(self, rule: Rule, budget: int, prompt: bool) -> None:
-        """Keep sinks, latest tokens and the best of the others in each KV head: ``budget`` tokens."""
+    def cut(self, rule: Rule, budget: int, keep: int, prompt: bool) -> None:
+        """Keep sinks, latest tokens and the best of the others in each KV head: ``keep`` tokens."""
         last = self.seen - 1
         measured = self.measure(rule, prompt)
         for head, held in enumerate(self.held):
             newest = last - rule.latest(budget)
             safe = {token for token in held if token < rule.sinks or token > newest}
             scores = rule.scores(sorted(held), last, measured[head])
-            chosen, near = best({token: scores[token] for token in held - safe}, budget - len(safe))
+            chosen, near = best({token: scores[token] for token in held - safe}, keep - len(safe))
             self.held[head], self.near[head] = safe | chosen, near
             self.cuts += 1
 

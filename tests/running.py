@@ -37,6 +37,15 @@ FULL_WIDTH = {
 PyramidKV, whose layers hold different numbers, has tests of its own.
 """
 
+IN_BLOCKS = {
+    "blocks-h2o": "blocks:policy=h2o(budget=24),multiple_of=8",
+    "blocks-snapkv": "blocks:policy=snapkv(budget=24,window=8,kernel=3)",
+    "blocks-streaming": "blocks:policy=streamingllm(budget=24,evict_every=20)",
+    "blocks-compose": "blocks:policy=compose(budget=24,prompt=snapkv(window=8),decode=h2o(sinks=4)),multiple_of=5",
+    "blocks-late": "blocks:policy=compose(budget=24,prompt=full,decode=h2o)",
+}
+"""Policies that evict whole blocks; how many tokens they hold differs from moment to moment."""
+
 EVICTING = {name: text for name, text in FULL_WIDTH.items() if name != "full"}
 ROLLING = {name: text for name, text in EVICTING.items() if not name.startswith(("snapkv", "expected"))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ LEAST: dict[str, Callable[[dict[str, Any]], int]] = {
     "keydiff": lambda p: max(2, p["sinks"] + p["recent"]),
     "expectedattention": lambda p: p["sinks"] + 1,
     "compose": lambda p: max(LEAST[inner.name](inner.params) for inner in p.values()),
+    "blocks": lambda p: LEAST[p["policy"].name](p["policy"].params),
 }
 """The smallest budget of each method that its streams have."""
 
@@ -56,9 +58,11 @@ class Method:
         params = {
             key: value.policy(budget) if isinstance(value, Method) else value for key, value in self.params.items()
         }
-        return POLICIES[self.name](**params, **({} if self.name == "full" else {"budget": budget}))
+        return POLICIES[self.name](**params, **({} if self.name in ("full", "blocks") else {"budget": budget}))
 
     def rule(self) -> Rule:
+        if self.name == "blocks":
+            return dataclasses.replace(self.params["policy"].rule(), multiple_of=self.params["multiple_of"])
         params = {key: value.rule() if isinstance(value, Method) else value for key, value in self.params.items()}
         return Rule(self.name, **params)
 
@@ -205,10 +209,13 @@ def methods(draw: st.DrawFn, name: str) -> Method:
     """A method with random parameters, small enough that short streams reach every limit."""
     some = st.integers(0, 3)
     if name == "compose":
-        inner = [name for name in LEAST if name != "compose"]
+        inner = [name for name in LEAST if name not in ("compose", "blocks")]
         rolling = [name for name in inner if name not in PROMPT_ONLY]
         pair = {"prompt": draw(st.sampled_from(inner)), "decode": draw(st.sampled_from(rolling))}
         return Method(name, {role: draw(methods(inner)) for role, inner in pair.items()})
+    if name == "blocks":
+        inner = draw(st.sampled_from([name for name in LEAST if name not in ("full", "blocks")]))
+        return Method(name, {"policy": draw(methods(inner)), "multiple_of": draw(st.integers(1, 6))})
     params: dict[str, Any] = {} if name in ("full", "slidingwindow") else {"sinks": draw(some)}
     if name == "h2o":
         params["recent"] = draw(st.none() | some)
@@ -262,7 +269,7 @@ def streams(draw: st.DrawFn, method: Method, group: int, *, dims: tuple[int, ...
     batch, least = draw(st.integers(1, 3)), LEAST[method.name](method.params)
     budgets = tuple(least + draw(st.integers(0, 8)) for _ in range(batch))
     later = tuple(budget + draw(st.sampled_from([0, 0, 3])) for budget in budgets)
-    layers = draw(st.integers(1, 5)) if method.name in ("pyramidkv", "compose") else 1
+    layers = draw(st.integers(1, 5)) if method.name in ("pyramidkv", "compose", "blocks") else 1
     return Stream(
         kv_heads=draw(st.integers(1, 2)),
         group=group,

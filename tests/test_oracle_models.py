@@ -30,6 +30,10 @@ EVICTING = {
     "tova in bursts": "tova:budget=10,evict_every=3",
     "expected attention": "expectedattention:budget=12,sinks=2,future=20",
     "composed": "compose:budget=12,prompt=snapkv(window=4,kernel=3,sinks=2),decode=keydiff(recent=2)",
+    "h2o in blocks": "blocks:policy=h2o(budget=10,recent=3),multiple_of=4",
+    "snapkv in blocks": "blocks:policy=snapkv(budget=12,window=4,kernel=3,sinks=2),multiple_of=4",
+    "streamingllm in blocks": "blocks:policy=streamingllm(budget=10,sinks=3,evict_every=5),multiple_of=3",
+    "composed in blocks": "blocks:policy=compose(budget=12,prompt=snapkv(window=4,sinks=2),decode=h2o),multiple_of=4",
 }
 ROOMY = [
     "full",

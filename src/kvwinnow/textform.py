@@ -66,6 +66,10 @@ def parse_spec(
     given = {key: _value(value) for key, value in values.items() if not _is_nested(value, fields[key], registry)}
     values = {**{key: value for key, value in (shared or {}).items() if key in known}, **values, **given}
     common = {SHARED: values.get(SHARED, fields[SHARED].default)} if SHARED in known else dict(shared or {})
+    if common and SHARED not in known:  # then it is for what is nested, named in the text or not
+        defaults = {key: field.default for key, field in fields.items() if key not in values}
+        nested_ones = {key: value for key, value in defaults.items() if isinstance(value, tuple(registry.values()))}
+        values |= {key: show_value(value, but=SHARED) for key, value in nested_ones.items()}
     for key in values.keys() - given.keys() - (shared or {}).keys():
         match = _NESTED.fullmatch(values[key])
         nested = values[key] if match is None else ":".join(filter(None, (match[1], match[2].strip())))

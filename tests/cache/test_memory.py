@@ -32,6 +32,10 @@ POLICIES = (
     "compose:budget={budget},prompt=snapkv(window=4,sinks=2),decode=h2o(sinks=2,evict_every={slack})",
     "compose:budget={budget},prompt=full,decode=h2o(sinks=2,evict_every={slack})",
     "compose:budget={budget},prompt=snapkv(window=4,sinks=2),decode=full",
+    "blocks:policy=h2o(budget={budget},evict_every={slack})",
+    "blocks:policy=snapkv(budget={budget},window=4,kernel=3,sinks=2),multiple_of=7",
+    "blocks:policy=streamingllm(budget={budget},evict_every={slack}),multiple_of=48",
+    "blocks:policy=compose(budget={budget},prompt=full,decode=h2o(sinks=2,evict_every={slack}))",
 )
 CODEC_TEXTS = (*CODECS, "int4:group=8,rotate=false,centre=false", "fp4:style=mx", "int4:group=32")
 
@@ -144,5 +148,5 @@ def test_sizes_are_known_without_torch() -> None:
         "        print(sum(layers_nbytes(policy(), layers, batch=1, prompt=9000, new=100)))\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert len(told) == 12 * 5
+    assert len(told) == 13 * 5
     assert all(int(line) > 0 for line in told)

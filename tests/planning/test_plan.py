@@ -22,7 +22,7 @@ from kvwinnow.planning.caches import with_budget
 from kvwinnow.planning.config import architecture
 from kvwinnow.planning.planner import ContextPlan
 from kvwinnow.planning.weights import FORMATS
-from kvwinnow.policies import POLICIES
+from kvwinnow.policies import POLICIES, WholeBlocks
 from tests.models import KINDS, shown, tiny_model, tiny_tokens
 
 K, GIB = 1024, 2**30
@@ -60,7 +60,7 @@ def test_the_plan_is_what_the_cache_of_every_family_takes(kind: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_plan_is_what_the_cache_of_every_policy_takes(policy: str) -> None:
     model = tiny_model("gemma2", layers=4)
-    text = policy if policy == "full" else f"{policy}:budget=48"
+    text = {"full": "full", "blocks": "blocks:policy=h2o(budget=48)"}.get(policy, f"{policy}:budget=48")
     ids, _ = tiny_tokens(90)
     cache = CompressedCache(model, text, k_dtype="int8", v_dtype="fp4")
     planned = at(in_float32(model), 90, policy=text, k_dtype="int8", v_dtype="fp4", new=40)
@@ -445,6 +445,8 @@ def test_a_policy_for_a_model_that_is_not_served_is_refused(model: str, asked: d
 def test_a_budget_within_a_policy_follows() -> None:
     policy = kvwinnow.parse("compose:budget=300,prompt=snapkv(window=16),decode=h2o(sinks=2)")
     assert str(with_budget(policy, 500)) == str(policy).replace("budget=300", "budget=500")
+    blocks = WholeBlocks(policy, 8)
+    assert with_budget(blocks, 500) == WholeBlocks(with_budget(policy, 500), 8)
     assert with_budget(SnapKV(budget=0.5), 99) == SnapKV(budget=99)
 
 

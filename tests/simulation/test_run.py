@@ -20,7 +20,7 @@ from kvwinnow.simulation.run import NEVER, Simulation, simulate
 from kvwinnow.simulation.trace import Trace, demo, demo_rows, from_numbers, from_rows
 from tests.models import KINDS as EVERY_KIND
 from tests.models import shown, tiny_model, tiny_tokens
-from tests.running import FULL_WIDTH, held, logits
+from tests.running import FULL_WIDTH, IN_BLOCKS, held, logits
 
 PROMPT, NEW = 60, 12
 
@@ -35,6 +35,8 @@ REPLAYED = {
     "compose-knorm": "compose:budget=24,prompt=knorm,decode=h2o",
     "compose-expected": "compose:budget=24,prompt=expectedattention(future=16),decode=tova",
     "compose-pyramid": "compose:budget=24,prompt=pyramidkv(window=4,kernel=3),decode=h2o",
+    **IN_BLOCKS,
+    "blocks-pyramid": "blocks:policy=pyramidkv(budget=24,window=8,kernel=3,beta=4),multiple_of=8",
     "compose-tova": "compose:budget=24,prompt=tova,decode=hybrid(normalize=age)",
 }
 

@@ -11,7 +11,7 @@ import torch
 
 from kvwinnow import CompressedCache
 from kvwinnow.errors import KvwinnowError, PolicyError, TraceError
-from kvwinnow.policies import POLICIES, parse
+from kvwinnow.policies import H2O, POLICIES, SnapKV, WholeBlocks, parse
 from kvwinnow.simulation import plot
 from kvwinnow.simulation.record import record
 from kvwinnow.simulation.render import size_text
@@ -81,6 +81,13 @@ def test_a_policy_gets_its_budget() -> None:
     assert with_budget("h2o", 5) == parse("h2o:budget=5")
     assert with_budget("compose:prompt=snapkv(window=4)", 0.5) == parse("compose:budget=0.5,prompt=snapkv(window=4)")
     assert with_budget("full", 5) == parse("full")
+    assert with_budget("blocks:policy=h2o(recent=2000),multiple_of=8", "4096") == WholeBlocks(H2O(4096, recent=2000), 8)
+    assert with_budget("blocks", "64MiB") == WholeBlocks(SnapKV("64MiB"))
+    for bad, says in (("many", "'many'"), (0, "budget=0"), (None, "None")):
+        with pytest.raises(PolicyError, match=says):
+            with_budget("blocks", bad)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="given twice, there and as 5"):
+        with_budget("blocks:policy=h2o(budget=4)", 5)
     with pytest.raises(PolicyError, match="given twice"):
         with_budget("h2o:budget=4", 5)
 

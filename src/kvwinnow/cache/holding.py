@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow import ops
-from kvwinnow.cache.memory import GROWTH, least_slots, slots_for
+from kvwinnow.cache.memory import GROWTH, least_slots, slots_for, tokens_to_hold
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.cache.step import Step
 from kvwinnow.codecs import Codec
@@ -154,18 +154,23 @@ class Holding:
         slots = self._held()
         first, stop = self._shared()
         count = slots.positions.shape[2] - (stop - first)
-        own = self._own_tokens()
+        own = self._own_tokens(prompt=not more)
         if own + more > count or (not more and own and self._slots_for(own) > count):
             self._let_go_of_empty_segments()
             first, stop = self._shared()
-            target = stop - first + self._slots_for(self._own_tokens())
+            target = stop - first + self._slots_for(self._own_tokens(prompt=not more))
             if target > slots.positions.shape[2]:  # else what was let go makes room enough
                 self._resize(target)
 
-    def _own_tokens(self) -> int:
-        """The most tokens that a KV head may hold outside the shared slots."""
+    def _own_tokens(self, *, prompt: bool = False) -> int:
+        """The most tokens that a KV head may hold outside the shared slots; of a ``prompt`` those to allocate for."""
         first, stop = self._shared()
-        return max(self.kept) if first == stop else min(self.written, max(self.kept))
+        if first < stop:
+            return min(self.written, max(self.kept))
+        if not prompt:
+            return max(self.kept)
+        rows = zip(self.kept, self.prompted, self.budgets, strict=True)
+        return max(tokens_to_hold(self.policy, *row) for row in rows)
 
     def _let_go_of_empty_segments(self) -> None:
         """Give back shared segments of which no KV head holds a token any more."""
@@ -179,14 +184,14 @@ class Holding:
                 slots.positions = _without(slots.positions, start, end)
                 self.running = {kind: _without(tensor, start, end) for kind, tensor in self.running.items()}
 
-    def _shrink(self) -> None:
+    def _shrink(self, *, prompt: bool = False) -> None:
         """Give back slots when a cut leaves a whole growth step or more unused."""
         self._let_go_of_empty_segments()
         slots = self._held()
         first, stop = self._shared()
         edge = max(self._least(), stop)
         held = slots.positions[:, :, edge:] >= 0
-        own = self._own_tokens()
+        own = self._own_tokens(prompt=prompt)
         # The first slots stay where they are, filled or not; what lies after them may be all that is held.
         target = max(stop - first + self._slots_for(own), edge + own)
         if slots.positions.shape[2] - target >= GROWTH:

@@ -73,7 +73,7 @@ class LayerCache(Holding):
         self._resize_for()
         self._write(k, v, step, stays, fresh)
         if keep is not None:
-            self._shrink()
+            self._shrink(prompt=True)
         return out
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, variant: ops.Variant) -> Tensor:

@@ -35,6 +35,18 @@ def slots_for(tokens: int, bound: int | None, codecs: tuple[Codec, Codec], exact
     return max(least_slots(codecs, exact), allocation(tokens, bound))
 
 
+def tokens_to_hold(policy: Policy, kept: int, seen: int | None, budget: int | None) -> int:
+    """Tokens to allocate for in a row of which a prompt of ``seen`` tokens leaves ``kept``; None: it is a long one.
+
+    How many a cut leaves may differ from chunk to chunk. Once the budget is reached there is room for the most that it
+    may leave, so that the slots depend on how much of the prompt has come and not on its chunks.
+    """
+    if budget is None or kept < budget:
+        return kept
+    most = policy.most_kept(budget)
+    return max(kept, most if seen is None else min(most, seen))
+
+
 def exact_slots(policy: Policy) -> int:
     """Slots that codecs which quantise leave unquantised: as many as the policy has sinks, ``EXACT_SLOTS`` at least."""
     sinks, _ = policy.protected(1)
@@ -153,12 +165,13 @@ def budget_nbytes(
 
     def nbytes(layer: PlannedLayer, own: Policy, share: int | None) -> int:
         kept = tokens if share is None else share
+        bound, most = own.capacity(kept), tokens_to_hold(own, kept, seen, kept)
         if own.layered and seen is not None:
-            kept = min(kept, seen)
-        slots = slots_for(kept, own.capacity(kept), layer.codecs, layer.shape.exact)
+            most = min(most, seen)
+        slots = slots_for(most, bound, layer.codecs, layer.shape.exact)
         if own.layered and seen is None:
             # However the sum is divided, no layer has more than a step of slots beyond its part.
-            slots = kept + GROWTH
+            slots = most + GROWTH
         held = layer_nbytes(own, layer.codecs, layer.shape, batch=batch, slots=slots)
         return held + prompt_nbytes(own, layer.shape, batch=batch)
 
@@ -308,7 +321,7 @@ def _slots_held(policy: Policy, layer: PlannedLayer, budget: int | None, *, prom
         return bisect(more, False, key=lambda n: kept_of(Phase.DECODE, prompt + done + n, kept + n) < kept + n)
 
     done, kept = 0, kept_of(Phase.PROMPT, prompt, prompt)
-    slots = slots_for(kept, bound, layer.codecs, exact)
+    slots = slots_for(tokens_to_hold(policy, kept, prompt, budget), bound, layer.codecs, exact)
     after_cut: dict[tuple[int, int], int] = {}
     while True:
         more = quiet(done, kept)

@@ -17,7 +17,7 @@ from kvwinnow.simulation.explorer.exploration import NEVER, Exploration, Run
 from kvwinnow.simulation.explorer.watch import Watch
 from tests.cli.conftest import byte_tokenizer
 from tests.models import WINDOW, shown, tiny_model, tiny_tokens
-from tests.running import FULL_WIDTH, held
+from tests.running import FULL_WIDTH, IN_BLOCKS, held
 
 PROMPT, NEW = 60, 6
 FAMILIES = ("llama", "gemma3", "gpt2", "falcon, new", "gpt_oss", "qwen2_5_vl")
@@ -55,7 +55,7 @@ def explored(model: PreTrainedModel, policy: str, **options: Any) -> Exploration
 
 
 @pytest.mark.filterwarnings("ignore:all layers of this model see")
-@pytest.mark.parametrize("policy", FULL_WIDTH.values(), ids=FULL_WIDTH)
+@pytest.mark.parametrize("policy", [*FULL_WIDTH.values(), *IN_BLOCKS.values()], ids=[*FULL_WIDTH, *IN_BLOCKS])
 def test_every_policy_keeps_what_the_cache_holds_at_every_step(policy: str) -> None:
     model = tiny_model(layers=3)
     run = explored(model, policy).runs[-1]
@@ -127,6 +127,7 @@ FORETOLD = {
     "pyramid": "pyramidkv:budget=30,window=8,kernel=3",
     "share": "h2o:budget=0.25",
     "bytes": "tova:budget=24KiB",
+    **IN_BLOCKS,
 }
 
 
@@ -201,6 +202,7 @@ def test_an_answer_ends_with_its_end_token() -> None:
         ("h2o:sinks=4,budget=64", "h2o:budget=64,sinks=4"),
         ("snapkv:budget=8,window=4,sinks=0", "snapkv:budget=8,window=4,sinks=0"),
         ("compose:budget=64", "compose:budget=64"),
+        ("blocks:policy=knorm(budget=64)", "blocks:policy=knorm(budget=64,evict_every=1,sinks=0,recent=0)"),
         ("compose:budget=64,decode=tova", "compose:budget=64,decode=tova(evict_every=1,sinks=0,recent=1)"),
     ],
 )

@@ -31,7 +31,7 @@ from kvwinnow.integrations.transformers.rope import find_ropes, lone_token
 from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.ops import Rope, Variant
-from kvwinnow.policies import Phase, Policy, SlidingWindow, parse
+from kvwinnow.policies import Phase, Policy, SlidingWindow, WholeBlocks, parse
 from kvwinnow.statistics import Kind
 
 
@@ -50,6 +50,9 @@ class CompressedCache(CacheInterface):
             values.
         k_dtype: the same for keys alone.
         v_dtype: the same for values alone.
+        multiple_of: evict whole blocks of that many tokens only, as a paged cache does (vLLM's usual block has 16), so
+            that a KV head keeps the budget to budget + multiple_of - 1 tokens; short for the policy ``WholeBlocks``.
+            None: the policy as it is.
 
     Raises:
         UnsupportedModelError: the model's structure is not served.
@@ -65,6 +68,7 @@ class CompressedCache(CacheInterface):
         dtype: str | torch.dtype | Codec | None = None,
         k_dtype: str | torch.dtype | Codec | None = None,
         v_dtype: str | torch.dtype | Codec | None = None,
+        multiple_of: int | None = None,
     ) -> None:
         if dtype is not None and (k_dtype is not None or v_dtype is not None):
             raise CodecError(
@@ -78,6 +82,7 @@ class CompressedCache(CacheInterface):
             raise PolicyError(
                 f"policy={policy!r} is a {type(policy).__name__}; give a Policy such as SnapKV(budget=1024) or its text"
             )
+        policy = policy if multiple_of is None else WholeBlocks(policy, multiple_of)
         follows = (dtype is None and k_dtype is None, dtype is None and v_dtype is None)
         own = model.dtype if dtype is None else dtype
         codecs = (parse_codec(own if k_dtype is None else k_dtype), parse_codec(own if v_dtype is None else v_dtype))

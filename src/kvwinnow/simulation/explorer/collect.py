@@ -25,7 +25,7 @@ from kvwinnow.simulation.retained import retained_mass
 from kvwinnow.simulation.run import NEVER as NEVER_EVICTED
 from kvwinnow.simulation.token_texts import token_texts
 from kvwinnow.simulation.trace import Trace
-from kvwinnow.textform import show_value
+from kvwinnow.textform import given_to_nested, show_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ def label(policy: Policy) -> str:
     except KvwinnowError:  # the defaults do not go with this budget
         plain = type(policy)
     told = [
-        f"{field.name}={show_value(value)}"
+        f"{field.name}={show_value(value, but=given_to_nested(policy))}"
         for field in fields
         if (value := getattr(policy, field.name)) is not None
         and (field.name == "budget" or value != getattr(plain, field.name, None))
