@@ -57,6 +57,14 @@ def test_the_seeds_command_gives_the_seeds_sets(run: Run) -> None:
     assert roles == {0: "sink", 1: "sink", 3: "heavy", 5: "heavy", 6: "window", 7: "window"}
 
 
+def test_a_window_in_blocks_is_a_window_that_slides_by_blocks(run: Run) -> None:
+    policy = "blocks:policy=streamingllm(budget=4,sinks=1),multiple_of=2"
+    told = json.loads(run("simulate", "--policy", policy, "--json").out)
+    assert [arrival["evicted"] for arrival in told["arrivals"]] == [[]] * 5 + [[1, 2], [], [3, 4]]
+    roles = {kept["position"]: kept["role"] for kept in told["held"]}
+    assert roles == {0: "sink", 5: "window", 6: "window", 7: "window"}
+
+
 def test_scores_tell_why_a_token_went(run: Run) -> None:
     told = json.loads(run("simulate", "--json").out)
     # At the last choice token 4 was gone; it has the score at which it went.
