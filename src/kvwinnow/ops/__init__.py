@@ -1,8 +1,9 @@
 """Attention over slots and its statistics: one interface, one folder or file per back end."""
 
+from kvwinnow.ops.latest import causal_sums
 from kvwinnow.ops.reference import attention
 from kvwinnow.ops.rope import Rope
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 from kvwinnow.ops.variant import Variant
 
-__all__ = ["Chunk", "Observed", "Rope", "Slots", "Variant", "Window", "attention"]
+__all__ = ["Chunk", "Observed", "Rope", "Slots", "Variant", "Window", "attention", "causal_sums"]
