@@ -27,3 +27,7 @@ class UnsupportedModelError(KvwinnowError):
 
 class CacheStateError(KvwinnowError):
     """A call that the cache's present content does not allow (another prompt, another batch, an interrupted call)."""
+
+
+class UnsupportedSetupError(KvwinnowError):
+    """An installation or a configuration around kvwinnow, such as vLLM's, that it has not been tested with."""

@@ -1,0 +1,15 @@
+"""vLLM's GPU worker, which lets the attention back end know its model runner."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from kvwinnow.integrations.vllm import runner
+
+
+class EvictingGPUWorker(Worker):
+    """Named by the platform; ``--worker-cls`` need not be given."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        runner.remember(self.model_runner)
