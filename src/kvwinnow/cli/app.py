@@ -20,6 +20,7 @@ from kvwinnow.cli.generate import generate
 from kvwinnow.cli.plan import plan
 from kvwinnow.cli.policies import policies
 from kvwinnow.cli.record import record
+from kvwinnow.cli.serve import CONTEXT, serve
 from kvwinnow.cli.simulate import simulate
 from kvwinnow.errors import KvwinnowError
 
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 for command in (demo, generate, plan, simulate, record, explore, policies, doctor):
     app.command()(command)
+app.command(context_settings=CONTEXT)(serve)
 
 
 def _show_version(wanted: bool) -> None:
