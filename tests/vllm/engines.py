@@ -21,6 +21,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from kvwinnow.integrations import default_model
 from kvwinnow.integrations.vllm.settings import KEY
@@ -115,6 +116,7 @@ class Engine:
             seed=ask.seed,
             ignore_eos=True,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=extra_args,
         )
         name = f"request{self._sent}"

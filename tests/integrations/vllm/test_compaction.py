@@ -166,7 +166,8 @@ class Case:
 @st.composite
 def asked(draw: st.DrawFn, name: str) -> tuple[Method, int, int, int]:
     if name == "compose":
-        pair = {role: draw(methods(draw(st.sampled_from(PLAIN)))) for role in ("prompt", "decode")}
+        names = {"prompt": (*PLAIN, "full"), "decode": PLAIN}
+        pair = {role: draw(methods(draw(st.sampled_from(those)))) for role, those in names.items()}
         if pair["decode"].name == "snapkv":
             pair["decode"] = draw(methods("h2o"))
         method = Method("compose", pair)
@@ -326,6 +327,17 @@ class Server:
 def no_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runner a test remembers is forgotten after it."""
     monkeypatch.setattr(runner, "_runner", None)
+
+
+@pytest.mark.parametrize("decode", ["h2o", "streamingllm", "tova"])
+def test_a_prompt_that_is_left_whole_is_cut_again_and_again_while_decoding(decode: str) -> None:
+    """Of what the first cut leaves, a later one must know which tokens they are."""
+    params = {"h2o": {"sinks": 0, "recent": None}, "streamingllm": {"sinks": 1}, "tova": {"sinks": 0, "recent": 0}}
+    method = Method("compose", {"prompt": Method("full"), "decode": Method(decode, params[decode])})
+    tally: Counter[str] = Counter()
+    for seed in range(4):
+        Server(Case(2, 3, 3, None, None, ((method, 6, 20, 40),), 9, seed), tally).run()
+    assert tally["cuts"] > 4 * 5, tally
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "compose"])

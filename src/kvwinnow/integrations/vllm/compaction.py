@@ -14,7 +14,7 @@ from torch import Tensor
 from kvwinnow.errors import CacheStateError
 from kvwinnow.integrations.vllm import metrics, runner
 from kvwinnow.integrations.vllm.paged import Paged
-from kvwinnow.integrations.vllm.plan import Cut
+from kvwinnow.integrations.vllm.plan import Cut, cuts_while_decoding
 from kvwinnow.ops import Variant, causal_sums
 from kvwinnow.ops.variant import capped
 from kvwinnow.policies import LayerView, Lengths, Phase
@@ -267,7 +267,7 @@ class _Request:
 
     def _cut_again(self) -> bool:
         """Whether what a cut leaves may be cut again, so that it must be known which tokens they are."""
-        return self.terms.prefill_budget is not None or self.policy.capacity(self.terms.budget) is not None
+        return self.terms.prefill_budget is not None or cuts_while_decoding(self.terms)
 
     def _attend_again(self, start: int, stop: int) -> None:
         """Attention of tokens [start, stop) over what the cuts before them in this very step have left."""

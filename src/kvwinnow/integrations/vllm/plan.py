@@ -141,6 +141,11 @@ def readable_prefix(terms: Terms | None) -> int | None:
     return None if limit is None else limit // terms.block * terms.block
 
 
+def cuts_while_decoding(terms: Terms) -> bool:
+    """Whether what one cut leaves will be cut again while tokens are decoded."""
+    return _trigger(terms.policy, terms.budget) is not None
+
+
 def most_held(terms: Terms, tokens: int, chunk: int) -> int:
     """Slots a request of that many tokens ever needs at once, when a step computes ``chunk`` tokens at most."""
     trigger = _trigger(terms.policy, terms.budget)
