@@ -51,6 +51,17 @@ def kept(
     return sorted(slots[stays].tolist())
 
 
+@pytest.mark.parametrize("pool", ["max", "avg"])
+def test_a_kernel_wider_than_all_columns_is_as_good_as_any_wider_one(pool: str) -> None:
+    """Its width is a user's, in a server a stranger's, and must cost nothing."""
+    positions, weights = list(range(20)), [0.1 * (7 * i % 11) for i in range(20)]
+    found = [
+        kept(SnapKV(budget=8, window=2, sinks=1, kernel=kernel, pool=pool), positions, weights, 8, Phase.PROMPT)
+        for kernel in (41, 10**11 + 1)
+    ]
+    assert found[0] == found[1]
+
+
 # -- the methods by hand -------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,8 @@ class SnapKV(Budgeted):
         # the pooled prefix, since weights are never negative. Empty slots lie behind them and hold zeros too.
         outside = (view.positions < 0) | (view.positions > view.last - self.window)
         sums = view.measured().masked_fill(outside, 0.0)
+        # A wider kernel than this spans all columns from anywhere, and would only take its time.
+        kernel = min(self.kernel, 2 * sums.shape[-1] + 1)
         if self.pool == "max":
-            return F.max_pool1d(sums, self.kernel, stride=1, padding=self.kernel // 2)
-        return F.avg_pool1d(sums, self.kernel, stride=1, padding=self.kernel // 2, count_include_pad=True)
+            return F.max_pool1d(sums, kernel, stride=1, padding=kernel // 2)
+        return F.avg_pool1d(sums, kernel, stride=1, padding=kernel // 2, count_include_pad=True)
