@@ -97,7 +97,7 @@ def test_wrong_settings_are_refused(entry: object, says: str) -> None:
     [
         ("snapvk", "snapvk"),
         ("snapkv:budgt=3", "budgt"),
-        (7, "kvwinnow=7 is a int; give the text of a policy"),
+        (7, "kvwinnow=7 is no text; give that of a policy"),
         ("pyramidkv:budget=256", "gives layers different budgets"),
         ("knorm:budget=256", "which is not measured in vLLM; take snapkv"),
         ("blocks:policy=h2o(budget=64)", "vLLM evicts whole blocks anyway; give the policy inside"),

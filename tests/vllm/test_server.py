@@ -196,7 +196,7 @@ BAD_POLICIES = [
     ("snapkw:budget=64", "policy 'snapkw' is unknown; known are full, "),
     ("snapkv:budget=64MiB", "budget=64MiB is a size, and vLLM's pool has its own; give tokens (1024) or a share"),
     ("pyramidkv:budget=64", "gives layers different budgets"),
-    (17, "kvwinnow=17 is a int; give the text of a policy"),
+    (17, "kvwinnow=17 is no text; give that of a policy"),
 ]
 
 

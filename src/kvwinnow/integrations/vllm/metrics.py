@@ -46,10 +46,17 @@ def start() -> None:
 
 def add(number: int, amount: float) -> None:
     """Add to one of the counters; nothing happens in a process that belongs to no server."""
-    global _opened  # noqa: PLW0603 - one file a process
     folder = _folder()
     if folder is None:
         return
+    try:
+        _write(folder, number, amount)
+    except OSError:  # no room, or the folder was removed: requests matter more than their count
+        return
+
+
+def _write(folder: str, number: int, amount: float) -> None:
+    global _opened  # noqa: PLW0603 - one file a process
     path = str(Path(folder) / f"counter_kvwinnow{os.getpid()}.db")
     if _opened is None or _opened[0] != path:
         from prometheus_client.mmap_dict import MmapedDict

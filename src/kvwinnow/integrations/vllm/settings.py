@@ -102,7 +102,7 @@ def served(text: object) -> Policy | None:
         PolicyError: it is no policy, or one that the paged cache does not serve.
     """
     if not isinstance(text, str):
-        raise PolicyError(f'{KEY}={text!r} is a {type(text).__name__}; give the text of a policy, "h2o:budget=512"')
+        raise PolicyError(f'{KEY}={text!r} is no text; give that of a policy, "h2o:budget=512", or "none"')
     return _served(text)
 
 
@@ -110,6 +110,8 @@ def served(text: object) -> Policy | None:
 def _served(text: str) -> Policy | None:
     if text == NONE:
         return None
+    if not text.strip():
+        raise PolicyError(f'{KEY}={text!r} names no policy; leave it out, or write "none" to stay uncompressed')
     policy = parse(text)
     if policy.limit is None:
         return None
@@ -129,7 +131,7 @@ def _served(text: str) -> Policy | None:
     if not kinds <= set(SERVED):
         raise PolicyError(
             f"policy={text}: {policy.name} scores by {next(iter(kinds - set(SERVED))).value}, which is not measured in "
-            "vLLM; take snapkv, h2o, hybrid, streamingllm, tova or compose"
+            "vLLM; take snapkv, h2o, hybrid, streamingllm, slidingwindow, tova, keydiff or compose"
         )
     return policy
 
