@@ -164,6 +164,35 @@ class Engine:
         """The answers to requests sent all at once."""
         return [answer.texts[0] for answer in self.run(asks)]
 
+    def session(self, turns: Sequence[Sequence[int]], policy: str | None, tokens: int = 10) -> list[list[int]]:
+        """What is answered to each turn of a session whose input comes as a stream.
+
+        The offline engine has no such input, so it goes to the core as the asynchronous one sends it.
+        """
+        core, self._sent = self.llm.llm_engine.engine_core.engine_core, self._sent + 1
+        extra_args = None if policy is None else {KEY: policy}
+        answers = []
+        for turn in [*turns, turns[-1][:1]]:
+            params = SamplingParams(
+                max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra_args
+            )
+            request = self.llm.llm_engine.input_processor.process_inputs(
+                f"session{self._sent}",
+                {"prompt_token_ids": list(turn)},
+                params,
+                supported_tasks=("generate",),
+                resumable=len(answers) < len(turns),
+            )
+            request.external_req_id = request.request_id
+            core.add_request(*core.preprocess_add_request(request))
+            found: list[int] = []
+            for _ in range(tokens + 4):
+                outputs, _ = core.step_fn()
+                for client in (outputs or {}).values():
+                    found += [token for output in client.outputs for token in output.new_token_ids]
+            answers.append(found)
+        return answers[:-1]
+
     def blocks_held(self, request: Any) -> int:
         """Blocks that a request holds now."""
         manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]

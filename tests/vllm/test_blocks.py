@@ -167,9 +167,9 @@ def sharing(tiny_engines: TinyEngines) -> Engine:
     return engine
 
 
-KEPT = {None: 288, "snapkv:budget=96": 192, "h2o:budget=96": 0, "streamingllm:budget=96": 192, "compose:budget=96": 192}
+KEPT = {None: 288, "snapkv:budget=96": 192, "h2o:budget=96": 0, "streamingllm:budget=96": 192, "compose:budget=96": 0}
 """Tokens of a cached prompt of 300 that may be read: all whole blocks but the last token's; those before the blocks
-that a cut writes to, 32 * floor((300 - 96) / 32); none where the attention of every query counts."""
+that a cut writes to, 32 * floor((300 - 96) / 32); none where attention is summed up beside the slots."""
 
 
 @pytest.mark.smoke
@@ -204,6 +204,27 @@ def test_requests_that_share_a_prefix_at_once(sharing: Engine, noise: list[int],
     assert [answer.cached for answer in answers] == [KEPT[policy] for policy in policies]
 
 
+def test_a_short_prompt_found_in_part_may_end_in_several_chunks(
+    tiny_engines: TinyEngines, noise: list[int], tiny_cache: Reference
+) -> None:
+    """A prompt that SnapKV leaves whole: its window's first queries came from the cache, and nobody asks for them."""
+    engine = tiny_engines(enable_prefix_caching=True, max_num_batched_tokens=256)
+    assert engine.llm.llm_engine.reset_prefix_cache()
+    short = Ask(noise[:95], "snapkv:budget=64", tokens=8)
+    other = Ask(noise[1000:1240], tokens=8)
+    expected = [tiny_cache(other.prompt, "full", tokens=8), tiny_cache(short.prompt, short.policy, tokens=8)]
+    assert engine.text(short) == expected[1]
+    assert engine.texts([other, short]) == expected
+
+
+def test_sums_of_attention_are_nobody_else_s(sharing: Engine, noise: list[int], tiny_cache: Reference) -> None:
+    """Two requests that begin alike, are left whole at first, and sum up attention while they are decoded."""
+    policy, tokens = "compose:budget=128", 200
+    prompts = [noise[:120], [*noise[:40], *noise[600:660]]]
+    asks = [Ask(prompt, policy, tokens=tokens) for prompt in prompts]
+    assert sharing.texts(asks) == [tiny_cache(prompt, policy, tokens=tokens) for prompt in prompts]
+
+
 def test_a_second_turn_reads_what_the_first_left(sharing: Engine, noise: list[int], tiny_cache: Reference) -> None:
     first = noise[:300]
     text = sharing.text(Ask(first, "snapkv:budget=96"))
@@ -212,6 +233,14 @@ def test_a_second_turn_reads_what_the_first_left(sharing: Engine, noise: list[in
         (answer,) = sharing.run([Ask(second, policy)])
         expected = tiny_cache(second, "full" if policy == "none" else policy)
         assert (answer.texts[0], answer.cached) == (expected, least)
+
+
+def test_a_prompt_that_grows_stays_uncompressed(tiny_engines: TinyEngines, noise: list[int]) -> None:
+    """A session whose input comes as a stream: no cut could be taken back when the prompt turns out longer."""
+    engine = tiny_engines()
+    found = [engine.session([noise[:200], noise[300:400]], policy) for policy in (None, "snapkv:budget=64")]
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
 
 
 # -- prompts longer than the pool ------------------------------------------------------------------

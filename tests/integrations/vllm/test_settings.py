@@ -10,6 +10,7 @@ import pytest
 
 from kvwinnow import H2O, SnapKV, WholeBlocks
 from kvwinnow.errors import KvwinnowError, PolicyError, UnsupportedSetupError
+from kvwinnow.integrations.vllm.attention import EvictingImpl
 from kvwinnow.integrations.vllm.plan import Terms
 from kvwinnow.integrations.vllm.platform import served_backend
 from kvwinnow.integrations.vllm.refusals import check_config, check_request
@@ -32,8 +33,9 @@ def test_settings_are_read_from_their_table() -> None:
     [
         (True, 'additional_config["kvwinnow"]=True is a bool; give a table such as {"policy": "snapkv:budget=1024"}'),
         ({"policies": "h2o"}, "has no entry 'policies'; there are policy, prefill_budget"),
-        ({"policy": 3}, 'kvwinnow=3 is a int; give the text of a policy, "h2o:budget=512"'),
+        ({"policy": 3}, 'kvwinnow=3 is no text; give that of a policy, "h2o:budget=512", or "none"'),
         ({"policy": "h3o"}, "h3o"),
+        ({"policy": " "}, 'leave it out, or write "none" to stay uncompressed'),
         ({"prefill_budget": 2.5}, "prefill_budget=2.5 must be a whole number of tokens, 1 or more"),
         ({"prefill_budget": True}, "prefill_budget=True must be a whole number"),
         ({"prefill_budget": -1}, "prefill_budget=-1 must be a whole number"),
@@ -89,7 +91,7 @@ def test_between_chunks_no_less_stays_than_at_the_end() -> None:
     ("text", "says"),
     [
         ("pyramidkv:budget=64", "pyramidkv gives layers different budgets"),
-        ("knorm:budget=64", "take snapkv, h2o, hybrid, streamingllm, tova or compose"),
+        ("knorm:budget=64", "take snapkv, h2o, hybrid, streamingllm, slidingwindow, tova, keydiff or compose"),
         ("expectedattention:budget=64", "which is not measured in vLLM"),
         ("compose:prompt=expectedattention,decode=h2o,budget=64", "which is not measured in vLLM"),
         ("h2o:budget=64MiB", "budget=64MiB is a size, and vLLM's pool has its own; give tokens (1024) or a share"),
@@ -159,11 +161,30 @@ def test_a_plain_configuration_is_served() -> None:
         ({"kv_transfer_config": object()}, "a KV transfer connector"),
         ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "the scheduler mine.Scheduler"),
         ({"use_v2_model_runner": True}, "model runner V2"),
+        ({"parallel_config__enable_dbo": True}, "dual batch overlap"),
+        ({"model_config__is_mm_prefix_lm": True}, "attention that is not causal in pictures"),
     ],
 )
 def test_what_is_not_tested_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedSetupError, match=f"kvwinnow in vLLM is not tested with {re.escape(says)}, so it is"):
         check_config(configuration(**change))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "says"),
+    [("alibi_slopes", "ALiBi"), ("sinks", "sinks in the softmax"), ("kv_sharing_target_layer_name", "another layer's")],
+)
+def test_layers_that_add_something_to_attention_are_refused(attribute: str, says: str) -> None:
+    class Attention:
+        def __init__(self, **given: Any) -> None:
+            self.__dict__.update(given)
+
+    class Evicting(EvictingImpl, Attention):
+        pass
+
+    Evicting(**{attribute: None})
+    with pytest.raises(UnsupportedSetupError, match=says):
+        Evicting(**{attribute: [0.5]})
 
 
 def request(prompt: int, policy: str | None, new: int | None, settings: Settings, **changes: Any) -> None:

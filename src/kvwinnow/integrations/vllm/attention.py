@@ -14,15 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvwinnow.errors import UnsupportedSetupError
 from kvwinnow.integrations.vllm import runner
 from kvwinnow.integrations.vllm.compaction import Compactor
 from kvwinnow.integrations.vllm.paged import Paged
 from kvwinnow.integrations.vllm.paged_dense import PagedDense
-from kvwinnow.integrations.vllm.plan import Cut, Terms, cuts, plan
+from kvwinnow.integrations.vllm.plan import Cut, Terms, cuts, observes, plan
 from kvwinnow.integrations.vllm.settings import Settings, read_settings, terms_of
 from kvwinnow.ops import Variant
 from kvwinnow.policies import Phase
 from kvwinnow.statistics import Kind
+
+_NOT_SERVED = {
+    "alibi_slopes": "ALiBi, whose biases go by positions in the cache",
+    "sinks": "sinks in the softmax",
+    "kv_sharing_target_layer_name": "layers that read another layer's cache",
+}
+"""What vLLM's attention layers may be made with, by the attribute that holds it."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +82,11 @@ def needs_job(terms: Terms, start: int, stop: int, found: tuple[Cut, ...]) -> bo
     policy = terms.policy
     if found or Kind.MASS in policy.running():
         return True
-    wanted = policy.statistics(Phase.PROMPT)
-    if wanted.kind is Kind.WINDOW and start < terms.prompt:
-        # A chunk that ends inside the observation window, or at which a later chunk's window may begin.
-        return terms.prefill_budget is not None or terms.prompt - wanted.window < stop < terms.prompt
-    return terms.prefill_budget is not None and start < terms.prompt
+    if start >= terms.prompt:
+        return False
+    # A chunk that ends inside the observation window keeps its queries; if each chunk may be cut, each has a window.
+    window = policy.statistics(Phase.PROMPT).window
+    return terms.prefill_budget is not None or (observes(terms) and terms.prompt - window < stop < terms.prompt)
 
 
 class EvictingBuilder:
@@ -154,12 +162,23 @@ class EvictingImpl:
     """For a layer's attention: does the step's jobs when attention is done.
 
     A mixin: the implementation itself is the other base class. The pool is taken to lie as most back ends have it.
+
+    Raises:
+        UnsupportedSetupError: the layer adds something to attention that the cuts know nothing of.
     """
 
     compactor: Compactor | None = None
 
     scale: float
     logits_soft_cap: float | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, what in _NOT_SERVED.items():
+            if getattr(self, name, None) is not None:
+                raise UnsupportedSetupError(
+                    f"kvwinnow in vLLM is not tested with {what}, so it is refused; leave kvwinnow out"
+                )
 
     def paged(self, layer: Any, cache: Tensor, step: Step) -> Paged:
         """This layer's part of the pool."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvwinnow.errors import CacheStateError
 from kvwinnow.integrations.vllm import metrics, runner
 from kvwinnow.integrations.vllm.paged import Paged
-from kvwinnow.integrations.vllm.plan import Cut, cuts_while_decoding
+from kvwinnow.integrations.vllm.plan import Cut, cuts_while_decoding, observes
 from kvwinnow.ops import Variant, causal_sums
 from kvwinnow.ops.variant import capped
 from kvwinnow.policies import LayerView, Lengths, Phase
@@ -172,7 +172,7 @@ class _Request:
 
     def _begin(self, stop: int) -> None:
         """Take in the queries of a prompt's chunk up to ``stop``, as far as the observation window may need them."""
-        if self.wanted.kind is not Kind.WINDOW:
+        if not observes(self.terms):
             return
         job, width = self.job, self.wanted.window
         new = self.query[job.rows(max(job.start, stop - width), stop)]

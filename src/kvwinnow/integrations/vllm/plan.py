@@ -128,17 +128,26 @@ def written_from(terms: Terms | None) -> int | None:
 def readable_prefix(terms: Terms | None) -> int | None:
     """Tokens at the start of a prompt that may come from the prefix cache, whole blocks; None: any number.
 
-    What no query of this request's own has looked at is not measured, and blocks that a cut writes to are nobody
-    else's.
+    Blocks that a cut writes to are nobody else's. Nor are those of a policy that sums up attention: the sums lie beside
+    the slots, and what no query of this request's own has looked at is not in them. A window is observed by queries
+    that are computed.
     """
     if terms is None:
         return None
-    limit, policy = written_from(terms), terms.policy
-    prompt = policy.statistics(Phase.PROMPT)
-    if Kind.MASS in policy.running():
-        seen = terms.prompt - prompt.window if prompt.kind is Kind.WINDOW else 0
-        limit = max(0, seen if limit is None else min(limit, seen))
+    if Kind.MASS in terms.policy.running():
+        return 0
+    limit = written_from(terms)
+    if observes(terms):
+        seen = max(0, terms.prompt - terms.policy.statistics(Phase.PROMPT).window)
+        limit = seen if limit is None else min(limit, seen)
     return None if limit is None else limit // terms.block * terms.block
+
+
+def observes(terms: Terms) -> bool:
+    """Whether the queries at the end of the prompt are looked at: by a cut, or by sums that start from them."""
+    if terms.policy.statistics(Phase.PROMPT).kind is not Kind.WINDOW:
+        return False
+    return terms.prefill_budget is not None or Kind.MASS in terms.policy.running() or _prompt_gone(terms) > 0
 
 
 def cuts_while_decoding(terms: Terms) -> bool:

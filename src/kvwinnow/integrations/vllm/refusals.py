@@ -73,6 +73,8 @@ def check_config(config: Any) -> None:
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallel", "set it to 1"),
         (model is not None and model.use_mla, "multi-head latent attention", "take a model with K and V per head"),
         (model is not None and model.is_hybrid, "a hybrid of attention and state-space layers", "take another model"),
+        (getattr(model, "is_mm_prefix_lm", False), "attention that is not causal in pictures", "take another model"),
+        (getattr(parallel, "enable_dbo", False), "dual batch overlap", "leave out --enable-dbo"),
         (model is not None and model.is_encoder_decoder, "an encoder-decoder", "take a decoder"),
         (sliding is not None or types != {"full_attention"}, "sliding-window layers", "take a model without them"),
         (

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvwinnow.integrations.vllm.manager import EvictingManager
 from kvwinnow.integrations.vllm.plan import readable_prefix
-from kvwinnow.integrations.vllm.settings import read_settings
+from kvwinnow.integrations.vllm.settings import KEY, NONE, read_settings
+
+logger = init_logger(__name__)
 
 
 class _Evicting:
@@ -39,6 +42,15 @@ class _Evicting:
             return found, tokens, *others
 
         pool.get_computed_blocks = get_computed_blocks
+
+    def add_request(self, request: Any) -> None:
+        """Take in a request; one whose prompt may still grow stays uncompressed, since no cut could be taken back."""
+        if (getattr(request, "resumable", False) or request.request_id in self.requests) and request.sampling_params:  # type: ignore[attr-defined]
+            params = request.sampling_params
+            if (params.extra_args or {}).get(KEY) != NONE:
+                logger.warning("kvwinnow evicts nothing from %s: its input comes as a stream", request.request_id)
+            params.extra_args = {**(params.extra_args or {}), KEY: NONE}
+        super().add_request(request)  # type: ignore[misc]
 
 
 class EvictingScheduler(_Evicting, Scheduler):
