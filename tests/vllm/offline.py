@@ -24,13 +24,18 @@ ENGINE = {"dtype": "float32", "max_model_len": 1024, "block_size": BLOCK, "kv_ca
 
 
 def environment(**others: str) -> dict[str, str]:
-    """The environment of a process with vLLM: this one's, offline, on few threads, and this kvwinnow."""
+    """The environment of a process with vLLM: this one's, offline, on few threads, and this kvwinnow.
+
+    But for what engines of this process have left in it for their own children, of whom that one is none.
+    """
     import kvwinnow
+    from kvwinnow.integrations.vllm import metrics, platform
 
     source = str(Path(kvwinnow.__file__).parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     fixed = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **fixed, "PYTHONPATH": path, **others}
+    kept = {name: value for name, value in os.environ.items() if name not in (metrics.FOLDER, platform.V2)}
+    return {**kept, **fixed, "PYTHONPATH": path, **others}
 
 
 def model_folder() -> str:
