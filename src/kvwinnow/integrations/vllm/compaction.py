@@ -231,16 +231,18 @@ class _Request:
         places = torch.arange(start, stop, device=self.query.device)
         return self.job.blocks[places // self.block] * self.block + places % self.block
 
+    def _blocks(self, stop: int) -> Tensor:
+        """(blocks,) int64: the blocks of the slots [gone, stop)."""
+        return self.job.blocks[self.gone // self.block : -(-stop // self.block)]
+
     def _read(self, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values (Hkv, S, D) of the slots [gone, stop)."""
-        blocks = self.job.blocks[self.gone // self.block : -(-stop // self.block)]
-        keys, values = self.paged.read(blocks)
+        keys, values = self.paged.read(self._blocks(stop))
         return keys[:, : stop - self.gone], values[:, : stop - self.gone]
 
     def _keys(self, stop: int) -> Tensor:
         """Keys (Hkv, S, D) of the slots [gone, stop)."""
-        blocks = self.job.blocks[self.gone // self.block : -(-stop // self.block)]
-        return self.paged.keys(blocks).transpose(0, 1).flatten(1, 2)[:, : stop - self.gone]
+        return self.paged.keys(self._blocks(stop)).transpose(0, 1).flatten(1, 2)[:, : stop - self.gone]
 
     def _table(self, kind: Kind, kv_heads: int) -> Tensor:
         return self.layer.table(kind, self.pool, kv_heads, self.block, self.query.device)
@@ -272,5 +274,4 @@ class _Request:
     def _attend_again(self, start: int, stop: int) -> None:
         """Attention of tokens [start, stop) over what the cuts before them in this very step have left."""
         rows = self.job.rows(start, stop)
-        blocks = self.job.blocks[self.gone // self.block : -(-stop // self.block)]
-        self.paged.attend(self.query[rows], self.output[rows], blocks, stop - self.gone)
+        self.paged.attend(self.query[rows], self.output[rows], self._blocks(stop), stop - self.gone)

@@ -26,11 +26,11 @@ class PagedCPU:
     so where each element lies is found out by writing numbers and looking (``_orders``).
     """
 
-    def __init__(self, cache: Tensor, layer: Any, impl: Any, builder: Any) -> None:
+    def __init__(self, cache: Tensor, impl: Any, builder: Any) -> None:
         blocks, self.kv_heads, self.block, _ = cache.shape
         pool = cache.view(blocks, self.kv_heads, 2 * self.block, -1)
         self.key_cache, self.value_cache = pool.chunk(2, dim=2)
-        self.layer, self.impl, self.isa, self.builder = layer, impl, builder.isa, builder
+        self.impl, self.isa, self.builder = impl, builder.isa, builder
         self.orders = _orders(self.isa, pool.dtype, self.kv_heads, self.block, pool.shape[-1])
 
     def keys(self, blocks: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class EvictingCPUImpl(EvictingImpl, CPUAttentionBackendImpl):
     """The CPU back end's attention, with cuts."""
 
     def paged(self, layer: Any, cache: Tensor, step: Step) -> PagedCPU:
-        return PagedCPU(cache, layer, self, step.builder)
+        return PagedCPU(cache, self, step.builder)
 
 
 class EvictingCPUBackend(CPUAttentionBackend):

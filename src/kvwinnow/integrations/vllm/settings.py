@@ -78,8 +78,7 @@ def request_policy(extra_args: Mapping[str, Any] | None, settings: Settings) -> 
 
 def terms_of(extra_args: Mapping[str, Any] | None, settings: Settings, prompt: int, block: int) -> Terms | None:
     """What was agreed for a request, the same in the scheduler and in every worker; None: it stays uncompressed."""
-    given = (extra_args or {}).get(KEY)
-    return _terms(settings.policy if given is None else str(given), settings.prefill_budget, prompt, block)
+    return _terms(request_policy(extra_args, settings), settings.prefill_budget, prompt, block)
 
 
 @functools.lru_cache(maxsize=4096)
