@@ -1,0 +1,157 @@
+// Products of float32 queries with stored vectors of any kind, decoded in registers: exact for unquantised storage.
+#pragma once
+
+#include "decode.h"
+#include "lanes.h"
+
+namespace kvw {
+namespace KVW_NS {
+
+// A block of slots of one KV head: vectors one behind the other, and their scales decoded.
+struct Rows {
+  int kind;
+  const uint8_t* codes;
+  int64_t stride;       // bytes of a vector
+  int dim, group, groups;
+  const float* scales;  // (groups, BLOCK)
+  const float* zeros;   // (groups, BLOCK), INT4 only
+};
+
+// Elements d to d + 15 of a vector, as stored; d + 15 lies in the same half as d for two elements a byte, or wraps.
+template <int KIND>
+static inline F16 codes_at(const uint8_t* row, int d, int dim) {
+  if constexpr (KIND == FLOAT32) return load<F16>(row + 4 * d);
+  if constexpr (KIND == BFLOAT16) return from_bfloat16(row + 2 * d);
+  if constexpr (KIND == FLOAT16) return from_float16(row + 2 * d);
+  if constexpr (KIND == INT8) return from_int8(row + d);
+  if constexpr (KIND == FP8) return from_e4m3(row + d);
+  if constexpr (KIND == INT4 || KIND == FP4_NV || KIND == FP4_MX) {
+    const int half = dim / 2;
+    U16 c;
+    if (d + LANES <= half) {
+      c = __builtin_convertvector(load<B16>(row + d), U16) & 15;
+    } else if (d >= half) {
+      c = __builtin_convertvector(load<B16>(row + d - half), U16) >> 4;
+    } else {  // half is 8 more than a multiple of 16
+      for (int i = 0; i < LANES; i++) c[i] = d + i < half ? row[d + i] & 15 : row[d + i - half] >> 4;
+    }
+    if constexpr (KIND == INT4) return __builtin_convertvector((I16)c, F16);
+    return from_e2m1(c);
+  }
+}
+
+template <int KIND>
+constexpr bool scaled = KIND >= INT8;
+
+// A slot's number per group, spread over the elements d to d + 15, which lie in two groups at most.
+static inline F16 spread(const float* of, int d, int group) {
+  const int g = d / group, next = (g + 1) * group - d;
+  if (next >= LANES) return fill(of[g * BLOCK]);
+  const I16 index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return select(index < next, fill(of[g * BLOCK]), fill(of[(g + 1) * BLOCK]));
+}
+
+template <int KIND>
+static inline F16 elements(const Rows& x, int slot, int d) {
+  F16 v = codes_at<KIND>(x.codes + slot * x.stride, d, x.dim);
+  if constexpr (scaled<KIND>) {
+    v *= spread(x.scales + slot, d, x.group);
+    if constexpr (KIND == INT4) v += spread(x.zeros + slot, d, x.group);
+  }
+  return v;
+}
+
+// logits[r][t] = q[r] . vector t, for R queries, each padded to dim; t < n.
+template <int KIND, int R>
+static void products(const Rows& x, int n, const float* q, int q_stride, float (*logits)[BLOCK]) {
+  constexpr int T = ALL / R > 0 ? ALL / R : 1;
+  for (int t = 0; t < n; t += T) {
+    F16 acc[LANES] = {};
+    int slot[T];
+    for (int i = 0; i < T; i++) {
+      slot[i] = t + i < n ? t + i : n - 1;
+      // The block after this one, while this one is computed with.
+      const uint8_t* ahead = x.codes + (slot[i] + BLOCK) * x.stride;
+      for (int64_t byte = 0; byte < x.stride; byte += 64) __builtin_prefetch(ahead + byte);
+    }
+    for (int d = 0; d < x.dim; d += LANES) {
+      F16 v[T];
+      for (int i = 0; i < T; i++) v[i] = elements<KIND>(x, slot[i], d);
+      for (int r = 0; r < R; r++) {
+        const F16 query = load<F16>(q + r * q_stride + d);
+        for (int i = 0; i < T; i++) acc[r * T + i] += v[i] * query;
+      }
+    }
+    if constexpr (KVW_LEVEL >= 2 && R * T == LANES) {
+      float row[LANES];
+      store(row, sums(acc));
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < T; i++) logits[r][t + i] = row[r * T + i];
+    } else {
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < T; i++) logits[r][t + i] = sum(acc[r * T + i]);
+    }
+  }
+}
+
+// out[r] = out[r] * decay[r] + sum over t < n of weights[r][t] vector t.
+template <int KIND, int R>
+static void mixture(const Rows& x, int n, const float (*weights)[BLOCK], const float* decay, float* out, int stride) {
+  constexpr int W = ALL / R > 0 ? (ALL / R > 8 ? 8 : ALL / R) : 1;
+  for (int d = 0; d < x.dim; d += W * LANES) {
+    const int width = (x.dim - d) / LANES;
+    F16 acc[R][W];
+    for (int r = 0; r < R; r++)
+      for (int w = 0; w < W; w++)
+        acc[r][w] = w < width ? load<F16>(out + r * stride + d + w * LANES) * decay[r] : F16{};
+    if (width >= W) {
+      for (int t = 0; t < n; t++) {
+        const uint8_t* ahead = x.codes + (t + BLOCK) * x.stride;
+        const int64_t bytes = x.stride * W * LANES / x.dim;
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + x.stride * d / x.dim + byte);
+        for (int w = 0; w < W; w++) {
+          const F16 v = elements<KIND>(x, t, d + w * LANES);
+          for (int r = 0; r < R; r++) acc[r][w] += v * weights[r][t];
+        }
+      }
+    } else {
+      for (int t = 0; t < n; t++)
+        for (int w = 0; w < width; w++) {
+          const F16 v = elements<KIND>(x, t, d + w * LANES);
+          for (int r = 0; r < R; r++) acc[r][w] += v * weights[r][t];
+        }
+    }
+    for (int r = 0; r < R; r++)
+      for (int w = 0; w < W && w < width; w++) store(out + r * stride + d + w * LANES, acc[r][w]);
+  }
+}
+
+typedef void (*Products)(const Rows&, int, const float*, int, float (*)[BLOCK]);
+typedef void (*Mixture)(const Rows&, int, const float (*)[BLOCK], const float*, float*, int);
+
+template <int KIND>
+static Products products_for(int rows) {
+  return rows <= 1 ? products<KIND, 1> : rows <= 2 ? products<KIND, 2> : rows <= 4 ? products<KIND, 4> : products<KIND, 8>;
+}
+template <int KIND>
+static Mixture mixture_for(int rows) {
+  return rows <= 1 ? mixture<KIND, 1> : rows <= 2 ? mixture<KIND, 2> : rows <= 4 ? mixture<KIND, 4> : mixture<KIND, 8>;
+}
+
+#define KVW_BY_KIND(kind, function, rows)               \
+  switch (kind) {                                       \
+    case FLOAT32: return function<FLOAT32>(rows);       \
+    case BFLOAT16: return function<BFLOAT16>(rows);     \
+    case FLOAT16: return function<FLOAT16>(rows);       \
+    case INT8: return function<INT8>(rows);             \
+    case INT4: return function<INT4>(rows);             \
+    case FP8: return function<FP8>(rows);               \
+    case FP4_NV: return function<FP4_NV>(rows);         \
+    default: return function<FP4_MX>(rows);             \
+  }
+static inline Products find_products(int kind, int rows) { KVW_BY_KIND(kind, products_for, rows) }
+static inline Mixture find_mixture(int kind, int rows) { KVW_BY_KIND(kind, mixture_for, rows) }
+#undef KVW_BY_KIND
+
+}  // namespace KVW_NS
+}  // namespace kvw
