@@ -123,6 +123,7 @@ def build_in_place(
     note = into / NOT_BUILT
     if reason is None:
         note.unlink(missing_ok=True)
+        _say(f"The native library lies in {into}.")
         return True
     _say(f"The native library was not built, since {reason}.")
     into.mkdir(parents=True, exist_ok=True)
@@ -139,14 +140,14 @@ def no_compiler() -> str | None:
         return None if shutil.which(named.split()[0]) else f"CXX names {named!r}, which is not there"
     if any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return None
-    return "no C++ compiler was found: install g++ or clang++ and install kvwinnow anew"
+    return "no C++ compiler was found"
 
 
 def _failed(error: BaseException) -> str:
     said = " ".join(str(error).split())
     said = f" ({type(error).__name__}: {said})" if said and not isinstance(error, SystemExit) else ""
     compiler = os.environ.get("CXX", "c++")
-    return f"compiling it with {compiler} failed{said}: look at what `pip install -v` prints, and install kvwinnow anew"
+    return f"compiling it with {compiler} failed{said}, of which `pip install -v` or `make native` shows more"
 
 
 @contextlib.contextmanager
