@@ -167,11 +167,14 @@ def _compile(into: Path, folder: Path, tools: Path | None, *, sanitize: bool) ->
     # Ninja's place is told each time: that of a build's own environment is gone when the next one comes.
     configure = [cmake, "-S", NATIVE, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += [f"-DKVWINNOW_INTO={into}", f"-DKVWINNOW_SANITIZE={'ON' if sanitize else 'OFF'}"]
-    if _run(configure):
-        # What another CMake or another compiler has left may be in the way.
+    # CMake sticks to what it was told first, and what another CMake has left may be in the way.
+    told, chosen = folder / "told.txt", repr([os.environ.get(name) for name in ("CXX", "CXXFLAGS", "LDFLAGS")])
+    known = told.exists() and told.read_text(encoding="utf-8") == chosen
+    if not known or _run(configure):
         (folder / "CMakeCache.txt").unlink(missing_ok=True)
         shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
         _run(configure, check=True)
+        told.write_text(chosen, encoding="utf-8")
     _run([cmake, "--build", folder], check=True)
 
 
