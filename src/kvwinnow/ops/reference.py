@@ -1,5 +1,7 @@
 """The torch back end: runs on every device, in float32 wherever it is not the model's own product.
 
+On CPUs native kernels take over what they serve (``ops/cpu``).
+
 Nothing here is ever n x n: prompts go through a flash pass that also gives the log-sum-exp, and statistics are
 summed in a second pass over blocks of queries and keys.
 """
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow.ops.column_sums import column_sums, log_sum_exp
+from kvwinnow.ops.cpu import attention as cpu
 from kvwinnow.ops.flash import QUERY_BLOCK, flash, merge, sliding_flash
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 from kvwinnow.ops.variant import Variant, capped
@@ -58,6 +61,11 @@ def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -
     kv_heads = slots.positions.shape[1]
     # The query heads of one KV head stand as rows of one matrix, so that no key or value is repeated.
     queries, shift = slots.keys.query(q.reshape(batch, kv_heads, heads // kv_heads, dim))
+    wanted = statistics.kind is not Kind.NONE
+    native = cpu.attend(queries, shift, slots, variant, sinks=True, weigh=wanted)
+    if native is not None:
+        observed = Observed(native.weights, native.weights.new_zeros(batch, kv_heads, 0)) if wanted else None
+        return slots.values.restore(native.out).to(q.dtype).view(batch, heads, 1, -1), observed
     queries = queries.float()
     blocks = slots.blocks(SLOT_BLOCK)
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
@@ -73,9 +81,7 @@ def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -
         sinks = variant.sinks.to(logits).view(1, kv_heads, -1, 1).expand(batch, -1, -1, 1)
         weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     out = functools.reduce(torch.add, (weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks))
-    observed = None
-    if statistics.kind is not Kind.NONE:
-        observed = Observed(weights.mean(2), weights.new_zeros(batch, kv_heads, 0))
+    observed = Observed(weights.mean(2), weights.new_zeros(batch, kv_heads, 0)) if wanted else None
     return slots.values.restore(out).to(q.dtype).view(batch, heads, 1, -1), observed
 
 
@@ -113,12 +119,16 @@ def _prompt(
         out, lse = sliding_flash(
             q, chunk.keys, chunk.values, scale=variant.scale, sliding=variant.sliding, softcap=variant.softcap
         )
-    for start, stop in slots.blocks(SLOT_BLOCK):
-        block = slice(start, stop)
-        if variant.sliding is None:
-            out, lse = merge((out, lse), _over_slots(q, None, slots, block, variant))
-        else:
-            out, lse = _merge_in_reach((out, lse), q, slots, chunk, block, variant)
+    native = None if variant.sliding is not None else _few_over_slots(q, slots, variant)
+    if native is not None:
+        out, lse = merge((out, lse), native)
+    else:
+        for start, stop in slots.blocks(SLOT_BLOCK):
+            block = slice(start, stop)
+            if variant.sliding is None:
+                out, lse = merge((out, lse), _over_slots(q, None, slots, block, variant))
+            else:
+                out, lse = _merge_in_reach((out, lse), q, slots, chunk, block, variant)
     if variant.sinks is not None:
         total = variant.with_sinks(lse)
         out, lse = out * (lse - total).exp_().unsqueeze(-1), total
@@ -149,6 +159,19 @@ def _merge_in_reach(
         past = _over_slots(q[:, :, rows], chunk.positions[:, rows], slots, block, variant)
         out[:, :, rows], lse[:, :, rows] = merge((out[:, :, rows], lse[:, :, rows]), past)
     return out, lse
+
+
+def _few_over_slots(q: Tensor, slots: Slots, variant: Variant) -> tuple[Tensor, Tensor] | None:
+    """``_over_slots`` of all slots at once by native kernels; None where they do not serve."""
+    batch, heads, n, dim = q.shape
+    kv_heads = slots.positions.shape[1]
+    if n * heads // kv_heads > cpu.ROWS:
+        return None
+    queries, shift = slots.keys.query(q.reshape(batch, kv_heads, -1, dim))
+    native = cpu.attend(queries, shift, slots, variant)
+    if native is None:
+        return None
+    return slots.values.restore(native.out).view(batch, heads, n, -1), native.lse.view(batch, heads, n)
 
 
 def _over_slots(

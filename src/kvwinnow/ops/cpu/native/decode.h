@@ -1,7 +1,7 @@
 // What Python hands over for attention of a few queries over slots, and how a kernel of any level is called.
 #pragma once
 
-#include <cstdint>
+#include "levels.h"
 
 namespace kvw {
 
@@ -49,7 +49,6 @@ struct Decode {
   float* out;                // (B, Hkv, rows, Dv)
   float* lse;                // (B, Hkv, rows), sinks included
   float* weights;            // (B, Hkv, S), mean over rows of the softmax weights; or null
-  const Segment* segments;
   int32_t segment_count;
   int32_t threads;
 };
@@ -59,14 +58,5 @@ constexpr int BLOCK = 64;       // slots between two looks at the running maximu
 constexpr int64_t CHUNK = 1024;  // slots of one unit of work: sums do not depend on the number of threads
 constexpr int MAX_DIM = 512;
 constexpr int MAX_GROUPS = MAX_DIM / 16;
-
-constexpr int32_t NOT_SERVED = -1;
-constexpr int32_t NO_MEMORY = -2;
-
-// One per level; 0, or one of the above.
-int32_t decode_portable(const Decode& call);
-int32_t decode_avx2(const Decode& call);
-int32_t decode_avx512(const Decode& call);
-int32_t decode_amx(const Decode& call);
 
 }  // namespace kvw

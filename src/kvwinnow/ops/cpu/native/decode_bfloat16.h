@@ -8,25 +8,27 @@
 
 #if KVW_LEVEL >= 3
 
-namespace kvw {
 namespace KVW_NS {
+namespace {
+
+using namespace kvw;
 
 constexpr int WIDE = PIECE / 2;  // elements of a piece
 constexpr int MAX_WIDE = MAX_DIM / WIDE;
 
 // The nearest bfloat16, ties to even, of numbers that are finite.
-static inline uint16_t to_bfloat16(float x) {
+inline uint16_t to_bfloat16(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);
   return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
-static inline float widened(uint16_t x) {
+inline float widened(uint16_t x) {
   const uint32_t u = (uint32_t)x << 16;
   float f;
   memcpy(&f, &u, 4);
   return f;
 }
-static inline __m512i to_bfloat16(__m512 x) {
+inline __m512i to_bfloat16(__m512 x) {
   const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   return _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
 }
@@ -158,7 +160,7 @@ static void collect_wide_values(int dim, int rows, WideValues& values) {
       }
 }
 
+}  // namespace
 }  // namespace KVW_NS
-}  // namespace kvw
 
 #endif

@@ -4,8 +4,10 @@
 #include "decode.h"
 #include "lanes.h"
 
-namespace kvw {
 namespace KVW_NS {
+namespace {
+
+using namespace kvw;
 
 // A block of slots of one KV head: vectors one behind the other, and their scales decoded.
 struct Rows {
@@ -19,7 +21,7 @@ struct Rows {
 
 // Elements d to d + 15 of a vector, as stored; d + 15 lies in the same half as d for two elements a byte, or wraps.
 template <int KIND>
-static inline F16 codes_at(const uint8_t* row, int d, int dim) {
+inline F16 codes_at(const uint8_t* row, int d, int dim) {
   if constexpr (KIND == FLOAT32) return load<F16>(row + 4 * d);
   if constexpr (KIND == BFLOAT16) return from_bfloat16(row + 2 * d);
   if constexpr (KIND == FLOAT16) return from_float16(row + 2 * d);
@@ -44,7 +46,7 @@ template <int KIND>
 constexpr bool scaled = KIND >= INT8;
 
 // A slot's number per group, spread over the elements d to d + 15, which lie in two groups at most.
-static inline F16 spread(const float* of, int d, int group) {
+inline F16 spread(const float* of, int d, int group) {
   const int g = d / group, next = (g + 1) * group - d;
   if (next >= LANES) return fill(of[g * BLOCK]);
   const I16 index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -52,7 +54,7 @@ static inline F16 spread(const float* of, int d, int group) {
 }
 
 template <int KIND>
-static inline F16 elements(const Rows& x, int slot, int d) {
+inline F16 elements(const Rows& x, int slot, int d) {
   F16 v = codes_at<KIND>(x.codes + slot * x.stride, d, x.dim);
   if constexpr (scaled<KIND>) {
     v *= spread(x.scales + slot, d, x.group);
@@ -149,9 +151,9 @@ static Mixture mixture_for(int rows) {
     case FP4_NV: return function<FP4_NV>(rows);         \
     default: return function<FP4_MX>(rows);             \
   }
-static inline Products find_products(int kind, int rows) { KVW_BY_KIND(kind, products_for, rows) }
-static inline Mixture find_mixture(int kind, int rows) { KVW_BY_KIND(kind, mixture_for, rows) }
+inline Products find_products(int kind, int rows) { KVW_BY_KIND(kind, products_for, rows) }
+inline Mixture find_mixture(int kind, int rows) { KVW_BY_KIND(kind, mixture_for, rows) }
 #undef KVW_BY_KIND
 
+}  // namespace
 }  // namespace KVW_NS
-}  // namespace kvw

@@ -15,8 +15,10 @@
 
 #if KVW_LEVEL >= 2
 
-namespace kvw {
 namespace KVW_NS {
+namespace {
+
+using namespace kvw;
 
 // -- keys -------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ struct IntegerKeys {
 };
 
 template <int KIND>
-static inline bool lies_as_tiles(const Rows& x, int n) {
+inline bool lies_as_tiles(const Rows& x, int n) {
   return !LIFTED && KIND == INT8 && n == BLOCK && x.dim % PIECE == 0;
 }
 
@@ -137,7 +139,7 @@ static void multiply_keys(const Rows& x, int n, const Pieces& pieces, IntegerKey
 }
 
 // y[0..7] holds 16 slots x 8 rows, slots i and i + 4 in y[i], 8 + i and 12 + i in y[4 + i]; row r goes to to[r].
-static inline void turn(const __m512* y, int rows, const float* unit, float (*to)[BLOCK]) {
+inline void turn(const __m512* y, int rows, const float* unit, float (*to)[BLOCK]) {
   __m512 u[2][4];
   for (int s = 0; s < 2; s++) {
     const __m512* z = y + 4 * s;
@@ -209,17 +211,20 @@ struct IntegerValues {
     }
   }
   void write(float* out, int stride, int rows, int size, const Pieces& pieces) const {
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
+      float of_group[MAX_GROUPS];
+      for (int g = 0; g < pieces.groups; g++) of_group[g] = sum(load<F16>(moved[r][g]));
       for (int p = 0; p < pieces.count; p++)
         for (int i = 0; i < PIECE; i++) {
           const int d = pieces.element[p][i];
-          if (d >= 0) out[r * stride + d] = mixed[r][p][i / 16][i % 16] + sum(load<F16>(moved[r][d / size]));
+          if (d >= 0) out[r * stride + d] = mixed[r][p][i / 16][i % 16] + of_group[d / size];
         }
+    }
   }
 };
 
 // The same 64 bytes of four slots' vectors to a row of four tiles: tile j gets bytes 16 j to 16 j + 15, a slot at a time.
-static inline void interleave(const __m512i* v, __m512i* tiles) {
+inline void interleave(const __m512i* v, __m512i* tiles) {
   // Dword 4 j + L goes to place j of lane L of 128 bits, whence unpacking brings it to lane L of tile j.
   const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
   __m512i w[4];
@@ -345,7 +350,7 @@ static void collect_values(const Pieces& pieces, int rows, IntegerValues& values
     }
 }
 
+}  // namespace
 }  // namespace KVW_NS
-}  // namespace kvw
 
 #endif

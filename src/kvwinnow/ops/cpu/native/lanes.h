@@ -1,8 +1,4 @@
 // Sixteen floats at once, in the compiler's own vectors: AVX-512, AVX2, SSE and NEON come from the same lines.
-//
-// This file is compiled once for each level, with other instructions each time. KVW_NS is the level's namespace, so that
-// the linker can never take the code of one level for that of another; nothing here may be a template of the standard
-// library, which has no such namespace.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +8,8 @@
 #include <immintrin.h>
 #endif
 
-namespace kvw {
 namespace KVW_NS {
+namespace {
 
 typedef float F16 __attribute__((vector_size(64)));
 typedef int32_t I16 __attribute__((vector_size(64)));
@@ -26,19 +22,19 @@ constexpr int LANES = 16;
 constexpr int ALL = KVW_LEVEL >= 2 ? 16 : 4;  // accumulators that fit into the registers
 
 template <class V>
-static inline V load(const void* from) {
+inline V load(const void* from) {
   V v;
   memcpy(&v, from, sizeof v);
   return v;
 }
 template <class V>
-static inline void store(void* to, const V& v) {
+inline void store(void* to, const V& v) {
   memcpy(to, &v, sizeof v);
 }
-static inline F16 fill(float x) { return F16{} + x; }
-static inline F16 bits(U16 x) { return (F16)x; }
-static inline F16 select(I16 where, F16 yes, F16 no) { return where ? yes : no; }
-static inline F16 larger(F16 a, F16 b) {
+inline F16 fill(float x) { return F16{} + x; }
+inline F16 bits(U16 x) { return (F16)x; }
+inline F16 select(I16 where, F16 yes, F16 no) { return where ? yes : no; }
+inline F16 larger(F16 a, F16 b) {
 #if KVW_LEVEL >= 2
   return (F16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -46,7 +42,7 @@ static inline F16 larger(F16 a, F16 b) {
 #endif
 }
 
-static inline float sum(F16 v) {
+inline float sum(F16 v) {
 #if KVW_LEVEL >= 2
   return _mm512_reduce_add_ps((__m512)v);
 #endif
@@ -56,7 +52,7 @@ static inline float sum(F16 v) {
     for (int i = 0; i < step; i++) x[i] += x[i + step];
   return x[0];
 }
-static inline float largest(F16 v) {
+inline float largest(F16 v) {
 #if KVW_LEVEL >= 2
   return _mm512_reduce_max_ps((__m512)v);
 #endif
@@ -68,7 +64,7 @@ static inline float largest(F16 v) {
 }
 
 // Lane i of the result is the sum of all lanes of v[i].
-static inline F16 sums(const F16* v) {
+inline F16 sums(const F16* v) {
 #if KVW_LEVEL >= 2
   __m512 a[8], b[4], c[4];
   for (int i = 0; i < 8; i++) {
@@ -92,19 +88,19 @@ static inline F16 sums(const F16* v) {
 #endif
 }
 
-static inline F16 from_bfloat16(const uint8_t* x) {
+inline F16 from_bfloat16(const uint8_t* x) {
   return bits(__builtin_convertvector(load<H16>(x), U16) << 16);
 }
 
 // Without F16C: subnormal numbers go by a subtraction, so that no arithmetic ever meets a subnormal float.
-static inline F16 from_half_bits(U16 h) {
+inline F16 from_half_bits(U16 h) {
   const U16 m = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16, e = h & 0x7c00;
   const F16 normal = bits(m + (112u << 23)), tiny = bits(m + (113u << 23)) - 0x1p-14f;
   const F16 infinite = bits(m + (224u << 23));
   const F16 size = select((I16)(e == 0), tiny, select((I16)(e == 0x7c00), infinite, normal));
   return bits((U16)size | sign);
 }
-static inline F16 from_float16(const uint8_t* x) {
+inline F16 from_float16(const uint8_t* x) {
 #if KVW_LEVEL >= 2
   return (F16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
 #elif KVW_LEVEL == 1
@@ -118,24 +114,24 @@ static inline F16 from_float16(const uint8_t* x) {
   return from_half_bits(__builtin_convertvector(load<H16>(x), U16));
 #endif
 }
-static inline F16 from_e4m3(const uint8_t* x) {
+inline F16 from_e4m3(const uint8_t* x) {
   const U16 c = __builtin_convertvector(load<B16>(x), U16);
   const U16 m = (c & 0x7f) << 20, sign = (c & 0x80) << 24;
   const F16 size = select((I16)((c & 0x78) == 0), bits(m + (121u << 23)) - 0x1p-6f, bits(m + (120u << 23)));
   return bits((U16)size | sign);
 }
-static inline F16 from_e8m0(const uint8_t* x) { return bits(__builtin_convertvector(load<B16>(x), U16) << 23); }
-static inline F16 from_int8(const uint8_t* x) {
+inline F16 from_e8m0(const uint8_t* x) { return bits(__builtin_convertvector(load<B16>(x), U16) << 23); }
+inline F16 from_int8(const uint8_t* x) {
   return __builtin_convertvector(__builtin_convertvector(load<S16>(x), I16), F16);
 }
-static inline F16 from_e2m1(U16 c) {
+inline F16 from_e2m1(U16 c) {
   const U16 m = (c & 7) << 22, sign = (c & 8) << 28;
   const F16 size = select((I16)((c & 6) == 0), bits(m + (127u << 23)) - 1.0f, bits(m + (126u << 23)));
   return bits((U16)size | sign);
 }
 
 // exp of x <= 88, good to 2e-7 relative; 0 below -87, where results would be subnormal.
-static inline F16 exponential(F16 x) {
+inline F16 exponential(F16 x) {
   const F16 magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F16 whole = (x * 1.44269504f + magic) - magic;
   const F16 f = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
@@ -150,5 +146,5 @@ static inline F16 exponential(F16 x) {
   return select(x > fill(-87.0f), (F16)((I16)p + power), F16{});
 }
 
+}  // namespace
 }  // namespace KVW_NS
-}  // namespace kvw

@@ -34,6 +34,7 @@ enum : int32_t {
   KVW_SERVED = 0,
   KVW_NOT_SERVED = -1,  // the arguments are none that this function serves: torch does
   KVW_NO_LEVEL = -2,    // the library was built without that level
+  KVW_NO_MEMORY = -3,   // for what the function keeps while it runs
 };
 
 enum : int32_t { KVW_PORTABLE = 0, KVW_AVX2 = 1, KVW_AVX512 = 2, KVW_AMX = 3 };

@@ -5,8 +5,10 @@
 
 #if KVW_LEVEL >= 2
 
-namespace kvw {
 namespace KVW_NS {
+namespace {
+
+using namespace kvw;
 
 constexpr int PIECE = 64;
 constexpr int MAX_PIECES = MAX_DIM / (PIECE / 2);  // bfloat16 has 32 elements in a piece
@@ -105,10 +107,7 @@ struct Codes {
 };
 
 // The vectors of a block some blocks ahead are asked for while this one is computed with.
-static inline void ask_for(const uint8_t* vector, int64_t bytes) {
-#ifdef NOPF
-  return;
-#endif
+inline void ask_for(const uint8_t* vector, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)vector + i, _MM_HINT_T0);
 }
 
@@ -121,22 +120,22 @@ struct TileShapes {
   uint8_t rows[16];
 };
 // Tiles 0 and 1: sums of 16 x 16; 2 and 3: A and B of keys; 4 and 5: sums over slots; 6 and 7: A and B of values.
-static inline void shape_tiles(int rows) {
+inline void shape_tiles(int rows) {
   TileShapes shapes = {};
   shapes.palette = 1;
   for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = 16;
   for (int i = 4; i < 7; i++) shapes.rows[i] = (uint8_t)(2 * rows);
   _tile_loadconfig(&shapes);
 }
-static inline void release_tiles() { _tile_release(); }
+inline void release_tiles() { _tile_release(); }
 constexpr bool LIFTED = false;
 #else
-static inline void shape_tiles(int) {}
-static inline void release_tiles() {}
+inline void shape_tiles(int) {}
+inline void release_tiles() {}
 constexpr bool LIFTED = true;
 #endif
 
+}  // namespace
 }  // namespace KVW_NS
-}  // namespace kvw
 
 #endif

@@ -1,0 +1,262 @@
+"""Attention of a few queries over slots, whatever they are stored as: the native kernels of native/decode.h."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvwinnow.codecs.vectors import Vectors
+from kvwinnow.ops.cpu.level import current
+from kvwinnow.ops.cpu.library import Kernel, threads
+from kvwinnow.ops.slots import Slots
+from kvwinnow.ops.variant import Variant
+
+ROWS = 128
+"""Most queries of one KV head that are served: eight at a time go through the slots."""
+
+_KERNEL = Kernel("kvw_decode", ctypes.c_char_p, ctypes.c_char_p)
+_STORAGE = struct.Struct("@iiPqqPqqPqqP")
+_RANGE = struct.Struct("@qq")
+_CALL = struct.Struct("@6qPPPqqPPffPPPii")
+
+_EXACT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CODES = {"int8": 3, "int4": 4, "fp8": 5}
+_FP4 = {"nv": 6, "mx": 7}
+
+
+class Attended(NamedTuple):
+    """What attention over slots gives.
+
+    Attributes:
+        out: (B, Hkv, M, Dv) float32, in the values' stored space; 0 for a query that sees nothing.
+        lse: (B, Hkv, M) float32, the log-sum-exp of the logits, softmax sinks included; -inf where that is nothing.
+        weights: (B, Hkv, S) float32, the softmax weight of each slot, mean over the queries; empty if not asked for.
+    """
+
+    out: Tensor
+    lse: Tensor
+    weights: Tensor
+
+
+def attend(
+    q: Tensor, shift: Tensor | None, slots: Slots, variant: Variant, *, sinks: bool = False, weigh: bool = False
+) -> Attended | None:
+    """Softmax(scale (q.k + shift)) v over all occupied slots; None where torch has to serve.
+
+    Args:
+        q: (B, Hkv, M, D), in the keys' stored space.
+        shift: (B, Hkv, M, 1) float32, or None.
+        slots: the cached tokens.
+        variant: how the layer attends; with ``sliding``, M are queries of the token at the highest position.
+        sinks: whether the softmax's sinks take part; M is the number of query heads of a KV head then.
+        weigh: whether the slots' weights are wanted.
+    """
+    if q.device.type != "cpu" or q.shape[2] > ROWS or slots.positions.shape[2] == 0 or current() is None:
+        return None
+    pieces = [_pieces(side) for side in (slots.keys, slots.values)]
+    if pieces[0] is None or pieces[1] is None or len(pieces[0].counts) != len(pieces[1].counts):
+        return None
+    lowest = None
+    if variant.sliding is not None:
+        lowest = slots.positions.amax(-1).sub_(variant.sliding).clamp_(min=-1)
+    own = variant.sinks if sinks else None
+    call = (
+        q,
+        shift,
+        slots.positions,
+        lowest,
+        None if own is None else own.to("cpu", torch.float32),
+        pieces[0].tensors + pieces[1].tensors,
+        pieces[0].layout + pieces[1].layout,
+        variant.scale,
+        variant.softcap or 0.0,
+        weigh,
+        slots.values.exact.shape[-1],
+    )
+    if torch.compiler.is_compiling():
+        return Attended(*torch.ops.kvwinnow.attend_slots(*call))
+    served = _attend(*call)
+    return None if served is None else Attended(*served)
+
+
+class _Pieces(NamedTuple):
+    """One side of the slots, in order.
+
+    Attributes:
+        tensors: of each piece the codes, the scales and the zero points, as far as there are any, and the tensor scale.
+        layout: of each piece its kind, the elements that share a scale, and which of the four tensors it has (bits).
+        counts: slots of each piece.
+    """
+
+    tensors: list[Tensor]
+    layout: list[int]
+    counts: list[int]
+
+
+def _pieces(side: Vectors) -> _Pieces | None:
+    codec, found = side.codec, _Pieces([], [], [])
+    if side.exact.shape[2]:
+        kind = _EXACT.get(side.exact.dtype)
+        if kind is None:
+            return None
+        found.tensors.append(side.exact)
+        found.layout.extend((kind, 0, 1))
+        found.counts.append(side.exact.shape[2])
+    for place in (*side.shared, side.parts):
+        count = place[0].shape[2]
+        if not count:
+            continue
+        kind = _kind(side, place[0])
+        if kind is None:
+            return None
+        group = side.exact.shape[3] // place[1].shape[3] if codec.quantises else 0
+        present = (1 << len(place)) - 1
+        found.tensors.extend(place)
+        if codec.quantises and side.scale is not None:
+            found.tensors.append(side.scale)
+            present |= 8
+        found.layout.extend((kind, group, present))
+        found.counts.append(count)
+    return found
+
+
+def _kind(side: Vectors, codes: Tensor) -> int | None:
+    codec: Any = side.codec
+    if not codec.quantises:
+        return _EXACT.get(codes.dtype)
+    return _FP4.get(codec.style) if codec.name == "fp4" else _CODES.get(codec.name)
+
+
+def _attend(
+    q: Tensor,
+    shift: Tensor | None,
+    positions: Tensor,
+    lowest: Tensor | None,
+    sinks: Tensor | None,
+    tensors: list[Tensor],
+    layout: list[int],
+    scale: float,
+    softcap: float,
+    weigh: bool,
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    level = current()
+    batch, kv_heads, rows, dim = q.shape
+    slots = positions.shape[2]
+    if level is None or positions.stride(2) != 1:
+        return None
+    packed = _packed(tensors, layout)
+    if packed is None:
+        return None
+    segments, count = packed
+    q = q.float().contiguous()
+    shift = None if shift is None else shift.float().contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
+    lowest = None if lowest is None else lowest.contiguous()
+    out = q.new_empty(batch, kv_heads, rows, value_dim)
+    lse = q.new_empty(batch, kv_heads, rows)
+    weights = q.new_empty(batch, kv_heads, slots if weigh else 0)
+    call = _CALL.pack(
+        *(batch, kv_heads, rows, dim, value_dim, slots),
+        q.data_ptr(),
+        _place(shift),
+        positions.data_ptr(),
+        *positions.stride()[:2],
+        _place(lowest),
+        _place(sinks),
+        *(scale, softcap),
+        *(out.data_ptr(), lse.data_ptr(), weights.data_ptr() if weigh else 0),
+        *(count, threads()),
+    )
+    return (out, lse, weights) if _KERNEL(level, call, segments) else None
+
+
+def _place(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _packed(tensors: list[Tensor], layout: list[int]) -> tuple[bytes, int] | None:
+    """The segments as native/decode.h has them, and how many; None if the slots of a head are not next to each other."""
+    sides: list[list[bytes]] = [[], []]
+    counts: list[list[int]] = [[], []]
+    at, half = 0, len(layout) // 2
+    for index in range(0, len(layout), 3):
+        kind, group, present = layout[index : index + 3]
+        side = 0 if index < half else 1
+        fields: list[int] = [kind, group]
+        for bit in (1, 2, 4):
+            if not present & bit:
+                fields.extend((0, 0, 0))
+                continue
+            part = tensors[at]
+            at += 1
+            if part.stride(3) != 1 or part.stride(2) != part.shape[3]:
+                return None
+            size = part.element_size()
+            fields.extend((part.data_ptr(), part.stride(0) * size, part.stride(1) * size))
+            if bit == 1:
+                counts[side].append(part.shape[2])
+        fields.append(0)
+        if present & 8:
+            if not tensors[at].is_contiguous():
+                return None
+            fields[-1] = tensors[at].data_ptr()
+            at += 1
+        sides[side].append(_STORAGE.pack(*fields))
+    if counts[0] != counts[1]:
+        return None
+    segments, first = [], 0
+    for keys, values, count in zip(*sides, counts[0], strict=True):
+        segments.append(keys + values + _RANGE.pack(first, count))
+        first += count
+    return b"".join(segments), len(segments)
+
+
+@torch.library.custom_op("kvwinnow::attend_slots", mutates_args=(), device_types="cpu")
+def attend_slots(
+    q: Tensor,
+    shift: Tensor | None,
+    positions: Tensor,
+    lowest: Tensor | None,
+    sinks: Tensor | None,
+    tensors: list[Tensor],
+    layout: list[int],
+    scale: float,
+    softcap: float,
+    weigh: bool,
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend`` for graphs: the arguments are those of ``_attend``, and what is not served is an error there.
+
+    Raises:
+        RuntimeError: the kernels do not serve these slots.
+    """
+    served = _attend(q, shift, positions, lowest, sinks, tensors, layout, scale, softcap, weigh, value_dim)
+    if served is None:
+        raise RuntimeError("kvwinnow's native attention does not serve these slots; set KVWINNOW_CPU_LEVEL=off")
+    return served
+
+
+@attend_slots.register_fake
+def _(
+    q: Tensor,
+    shift: Tensor | None,
+    positions: Tensor,
+    lowest: Tensor | None,
+    sinks: Tensor | None,
+    tensors: list[Tensor],
+    layout: list[int],
+    scale: float,
+    softcap: float,
+    weigh: bool,
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, kv_heads, rows, _ = q.shape
+    out = q.new_empty(batch, kv_heads, rows, value_dim, dtype=torch.float32)
+    lse = q.new_empty(batch, kv_heads, rows, dtype=torch.float32)
+    slots = positions.shape[2] if weigh else 0
+    return out, lse, q.new_empty(batch, kv_heads, slots, dtype=torch.float32)
