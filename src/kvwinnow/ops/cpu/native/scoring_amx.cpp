@@ -29,38 +29,23 @@ struct alignas(64) TileConfig {
     uint8_t rows[16];
 };
 
-// 2^x = 2^(n/32) 2^f with |f| <= 1/64, the first from a table of 32 entries, the second by a square. Within 2e-7 for
-// LEAST <= x <= 127; what is less counts as LEAST.
-struct Exp2 {
-    __m512i low, high;  // bits of 2^(i/32), less what i itself leaves in the exponent's place
-
-    Exp2() {
-        alignas(64) int32_t bits[32];
-        for (int i = 0; i < 32; i++) {
-            const float power = exp2f(static_cast<float>(i) / 32.0f);
-            memcpy(bits + i, &power, 4);
-            bits[i] -= i << 18;
-        }
-        low = _mm512_load_si512(bits);
-        high = _mm512_load_si512(bits + 16);
-    }
-
-    __m512 operator()(__m512 x) const {
-        const __m512 round = _mm512_set1_ps(393216.0f);  // 1.5 * 2^18: adding it rounds to 1/32
-        x = _mm512_max_ps(x, _mm512_set1_ps(LEAST));
-        const __m512 shifted = _mm512_add_ps(x, round);
-        const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, round));
-        const __m512i n = _mm512_castps_si512(shifted);
-        const __m512i power = _mm512_add_epi32(_mm512_permutex2var_epi32(low, n, high), _mm512_slli_epi32(n, 18));
-        const __m512 square = _mm512_fmadd_ps(_mm512_set1_ps(0.2402266f), f, _mm512_set1_ps(0.69315733f));
-        return _mm512_mul_ps(_mm512_fmadd_ps(square, f, _mm512_set1_ps(1.0f)), _mm512_castsi512_ps(power));
-    }
-};
+// 2^x within 2e-7 for LEAST <= x <= 127; what is less counts as LEAST.
+inline __m512 exp2_of(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(LEAST));
+    const __m512 f = _mm512_reduce_ps(x, 0x09);  // what is left of x above the next lower integer
+    __m512 p = _mm512_set1_ps(0.0018775767f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0089893403f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.055826318f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.24015362f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69315307f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.99999993f));
+    return _mm512_scalef_ps(p, x);
+}
 
 // tanh x within 2e-7.
-inline __m512 tanh_of(__m512 x, const Exp2 &exp2) {
+inline __m512 tanh_of(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), sign = _mm512_set1_ps(-0.0f);
-    const __m512 e = exp2(_mm512_mul_ps(_mm512_andnot_ps(sign, x), _mm512_set1_ps(-2.0f * LOG2E)));
+    const __m512 e = exp2_of(_mm512_mul_ps(_mm512_andnot_ps(sign, x), _mm512_set1_ps(-2.0f * LOG2E)));
     const __m512 y = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
     return _mm512_or_ps(y, _mm512_and_ps(sign, x));
 }
@@ -105,9 +90,9 @@ struct Kernel {
 
     const kvw_scoring &a;
     const int64_t steps;  // tiles of one vector; the last may begin before the one before it ends
+    const int64_t rows_a_step;  // whose exponentials are taken meanwhile
     uint32_t *queries;    // for each chunk, 16 columns and step a tile: (dimension pairs, columns)
     float *logits;        // 2 x (KEYS, PAIR), before anything is added
-    const Exp2 exp2;
     __m512 factor;  // on a product, to give log2(e) * logit
     Pending pending;
     int next = 0;
@@ -119,6 +104,7 @@ struct Kernel {
     Kernel(const kvw_scoring &args, Arena &arena, int64_t turns)
         : a(args),
           steps(parts(args.dim, STEP)),
+          rows_a_step(parts(KEYS, steps)),
           queries(arena.take<uint32_t>(turns * CHUNK * steps * LANES)),
           logits(arena.take<float>(2 * KEYS * PAIR)),
           factor(_mm512_set1_ps(args.softcap > 0.0f ? 1.0f : args.scale * LOG2E)) {
@@ -195,7 +181,7 @@ struct Kernel {
             for (int j = 0; j < PAIR; j += LANES, at += LANES) {
                 const __m512 moved = _mm512_mul_ps(_mm512_load_ps(chunk.shift + pair * PAIR + j), one);
                 const __m512 x = _mm512_fmadd_ps(_mm512_load_ps(at), inner, moved);
-                _mm512_store_ps(at, _mm512_mul_ps(tanh_of(x, exp2), outer));
+                _mm512_store_ps(at, _mm512_mul_ps(tanh_of(x), outer));
             }
         }
     }
@@ -213,8 +199,8 @@ struct Kernel {
         const __m512 right = _mm512_load_ps(p.chunk->bias + p.column + LANES);
         for (int64_t i = start; i < stop; i++) {
             const float *row = p.logits + i * PAIR;
-            __m512 x = exp2(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
-            __m512 y = exp2(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
+            __m512 x = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
+            __m512 y = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
             if (!ALL) {
                 x = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x);
                 y = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y);
@@ -237,8 +223,9 @@ struct Kernel {
             const Sight sight = chunk.sight(pair, block);
             if (sight == HIDDEN) continue;
             const Pending before = pending;
+            const int64_t share = rows_a_step;
             const float *made = multiply(chunk, 0, pair, rows, stride, [&](int64_t step) {
-                take_rows(before, KEYS * step / steps, KEYS * (step + 1) / steps);
+                take_rows(before, least(KEYS, step * share), least(KEYS, (step + 1) * share));
             });
             pending = Pending{made, &chunk, &block, sums, pair * PAIR, sight};
         }
@@ -274,11 +261,11 @@ struct Kernel {
         const __mmask16 any = _mm512_cmp_ps_mask(first, _mm512_set1_ps(LOWEST), _CMP_GT_OQ);
         const __m512 top = _mm512_mask_max_ps(old, any, old, _mm512_fmadd_ps(first, factor, bias));
         const __m512 apart = _mm512_sub_ps(bias, top);
-        __m512 sum = _mm512_mul_ps(_mm512_load_ps(tops.sum + column), exp2(_mm512_sub_ps(old, top)));
+        __m512 sum = _mm512_mul_ps(_mm512_load_ps(tops.sum + column), exp2_of(_mm512_sub_ps(old, top)));
         __m512 other = _mm512_setzero_ps();
         for (int i = 0; i < KEYS; i += 2) {
-            const __m512 x = exp2(_mm512_fmadd_ps(_mm512_load_ps(made + i * PAIR), factor, apart));
-            const __m512 y = exp2(_mm512_fmadd_ps(_mm512_load_ps(made + (i + 1) * PAIR), factor, apart));
+            const __m512 x = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(made + i * PAIR), factor, apart));
+            const __m512 y = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(made + (i + 1) * PAIR), factor, apart));
             sum = _mm512_mask_add_ps(sum, seen[i], sum, x);
             other = _mm512_mask_add_ps(other, seen[i + 1], other, y);
         }
