@@ -1,6 +1,8 @@
 # make setup   a virtual environment in .venv with pinned dependencies and the default model
 # make demo    the main job: one long prompt, six caches, one table
 # make test    everything that CI runs
+# make native  the library of native kernels, in place (make setup builds it too; without a compiler torch serves)
+# make sanitize    the native kernels' tests, with AddressSanitizer and UndefinedBehaviorSanitizer in the library
 # make test-vllm-oldest   a few tests with the oldest vLLM that kvwinnow knows; not a part of make test
 # Another Python: make setup PYTHON=python3.12
 
@@ -14,15 +16,35 @@ VLLM := .venv-vllm
 VLLM_OLDEST := .venv-vllm-oldest
 READY := .kvwinnow-ready
 TORCH_CPU := 2.13.0+cpu
+BACKEND := build_backend/kvwinnow_build.py
+# Written when compiling was last tried. Whether that went well is said by what lies beside the sources.
+NATIVE := build/native-tried
+NATIVE_SOURCES := $(BACKEND) $(wildcard src/kvwinnow/ops/cpu/native/*)
 
 # Each test process computes on one thread: two processes on two cores would otherwise wait for each other.
 PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS := -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo test test-newest test-oldest test-vllm test-vllm-oldest lint clean check-python browser
+.PHONY: setup native sanitize demo test test-newest test-oldest test-vllm test-vllm-oldest lint clean check-python browser
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/$(READY)
+
+native: check-python
+	$(PYTHON) $(BACKEND)
+	@touch $(NATIVE)
+
+$(NATIVE): $(NATIVE_SOURCES)
+	@$(MAKE) --no-print-directory check-python
+	@mkdir -p $(@D)
+	@$(PYTHON) $(BACKEND) || true
+	@touch $@
+
+# The sanitizers' library has to be there before Python's first allocation. Python itself is not freed of leaks.
+sanitize: setup
+	$(PYTHON) $(BACKEND) sanitize
+	$(PYTEST) LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  KVWINNOW_CPU_LIBRARY=$(CURDIR)/build/sanitize/libkvwinnow_cpu.so $(VENV)/bin/python -m pytest tests/ops/cpu
 
 demo: setup
 	@$(VENV)/bin/kvwinnow demo
@@ -51,7 +73,7 @@ lint: setup
 	$(VENV)/bin/mypy --strict src
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(VLLM_OLDEST) build dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(VLLM_OLDEST) build dist src/kvwinnow/ops/cpu/*.so src/kvwinnow/ops/cpu/not_built.txt .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The explorer's pages are tested in a real browser. Where there is none, Debian's is installed if that needs no
@@ -106,14 +128,14 @@ define vllm_environment
 	@touch $(1)/$(READY)
 endef
 
-$(VENV)/$(READY): pyproject.toml constraints.txt
+$(VENV)/$(READY): pyproject.toml constraints.txt | $(NATIVE)
 	$(call environment,$(VENV),constraints.txt,dev)
 
-$(OLDEST)/$(READY): pyproject.toml constraints-oldest.txt
+$(OLDEST)/$(READY): pyproject.toml constraints-oldest.txt | $(NATIVE)
 	$(call environment,$(OLDEST),constraints-oldest.txt,test)
 
-$(VLLM)/$(READY): pyproject.toml constraints-vllm.txt
+$(VLLM)/$(READY): pyproject.toml constraints-vllm.txt | $(NATIVE)
 	$(call vllm_environment,$(VLLM),constraints-vllm.txt)
 
-$(VLLM_OLDEST)/$(READY): pyproject.toml constraints-vllm-oldest.txt
+$(VLLM_OLDEST)/$(READY): pyproject.toml constraints-vllm-oldest.txt | $(NATIVE)
 	$(call vllm_environment,$(VLLM_OLDEST),constraints-vllm-oldest.txt)
