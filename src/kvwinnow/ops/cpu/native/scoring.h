@@ -6,50 +6,35 @@
 // queries x keys: memory is linear in both.
 #pragma once
 
-#include <cstdint>
-
-extern "C" {
+#include "levels.h"
 
 enum kvw_dtype : int32_t { KVW_FLOAT32 = 0, KVW_BFLOAT16 = 1, KVW_FLOAT16 = 2 };
 
 // Strides count elements; the last dimension of q and k is contiguous.
 struct kvw_scoring {
-    const void *q;                   // (batch, kv_heads * group, queries, dim)
-    const void *k;                   // (batch, kv_heads, keys, dim)
-    const float *lse;                // (batch, kv_heads, group, queries), contiguous; column sums only
-    const float *shift;              // the same shape, contiguous, or null
-    const int32_t *query_positions;  // (batch, queries), contiguous; negative: no query
-    const int32_t *key_positions;    // (batch, kv_heads or 1, keys), last dimension contiguous; negative: empty
-    float *out;                      // column sums: (batch, kv_heads, keys); log-sum-exp: as lse; contiguous
-    int64_t batch, kv_heads, group, queries, keys, dim;
-    int64_t q_strides[3];         // batch, query head, query
-    int64_t k_strides[3];         // batch, KV head, key
-    int64_t position_strides[2];  // of key_positions: batch, KV head (0: shared)
-    float scale;
-    float softcap;  // 0: none
-    int32_t sliding;  // 0: none
-    int32_t q_dtype, k_dtype;
-    int32_t threads;
+  const void* q;                   // (batch, kv_heads * group, queries, dim)
+  const void* k;                   // (batch, kv_heads, keys, dim)
+  const float* lse;                // (batch, kv_heads, group, queries), contiguous; column sums only
+  const float* shift;              // the same shape, contiguous, or null
+  const int32_t* query_positions;  // (batch, queries), contiguous; negative: no query
+  const int32_t* key_positions;    // (batch, kv_heads or 1, keys), last dimension contiguous; negative: empty
+  float* out;                      // column sums: (batch, kv_heads, keys); log-sum-exp: as lse; contiguous
+  int64_t batch, kv_heads, group, queries, keys, dim;
+  int64_t q_strides[3];         // batch, query head, query
+  int64_t k_strides[3];         // batch, KV head, key
+  int64_t position_strides[2];  // of key_positions: batch, KV head (0: shared)
+  float scale;
+  float softcap;  // 0: none
+  int32_t sliding;  // 0: none
+  int32_t q_dtype, k_dtype;
+  int32_t threads;
 };
 
-// out[key] = sum over the group's query heads and the queries of exp(logit - lse); what is hidden adds exactly
-// nothing, and what is visible adds no less than about exp(-87). A query whose lse is -inf adds nothing.
-// 0, or -1 where the arguments are not served, or -2 where memory ran out; then nothing has been written.
-int32_t kvw_column_sums(int32_t level, const struct kvw_scoring *args);
-
-// out[query] = log(sum over keys of exp(logit)), -inf where it sees none. Returns as kvw_column_sums.
-int32_t kvw_log_sum_exp(int32_t level, const struct kvw_scoring *args);
-
-}  // extern "C"
-
-// Each level's code lies in a namespace of its own, compiled with flags of its own.
-#define KVW_SCORING_LEVEL(name)                          \
-    namespace kvw_scoring_##name {                       \
-    int32_t column_sums(const struct kvw_scoring &args); \
-    int32_t log_sum_exp(const struct kvw_scoring &args); \
-    }
-
-KVW_SCORING_LEVEL(portable)
-KVW_SCORING_LEVEL(avx2)
-KVW_SCORING_LEVEL(avx512)
-KVW_SCORING_LEVEL(amx)
+#define KVW_DECLARE_SCORING(ns)                        \
+  namespace ns {                                       \
+  int32_t column_sums(const kvw_scoring& args);        \
+  int32_t log_sum_exp(const kvw_scoring& args);        \
+  int32_t tile_column_sums(const kvw_scoring& args);   \
+  int32_t tile_log_sum_exp(const kvw_scoring& args);   \
+ }
+KVW_EACH_LEVEL(KVW_DECLARE_SCORING)
