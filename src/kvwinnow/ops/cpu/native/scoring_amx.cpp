@@ -96,7 +96,7 @@ struct Kernel {
   uint32_t* queries;    // for each chunk, 16 columns and step a tile: (dimension pairs, columns)
   float* logits;        // 2 x (KEYS, PAIR), before anything is added
   __m512 factor;  // on a product, to give log2(e) * logit
-  Pending pending;
+  Pending pending[2];  // of which the next one's logits lie at the same place
   int next = 0;
 
   static int64_t bytes(const kvw_scoring& a, int64_t turns) {
@@ -220,22 +220,27 @@ struct Kernel {
     }
   }
 
-  void add_sums(const Columns<CHUNK> &chunk, const KeyBlock& block, const char* rows, int64_t stride, float* sums) {
+  void add_sums(const Columns<CHUNK>& chunk, const KeyBlock& block, const char* rows, int64_t stride, float* sums) {
+    const int64_t share = rows_a_step;
     for (int pair = 0; pair < chunk.pairs; pair++) {
       const Sight sight = chunk.sight(pair, block);
       if (sight == HIDDEN) continue;
-      const Pending before = pending;
-      const int64_t share = rows_a_step;
-      const float* made = multiply(chunk, 0, pair, rows, stride, [&](int64_t step) {
+      const Pending& before = pending[next ^ 1];
+      Pending& now = pending[next];
+      now.logits = multiply(chunk, 0, pair, rows, stride, [&](int64_t step) {
         take_rows(before, least(KEYS, step * share), least(KEYS, (step + 1) * share));
       });
-      pending = Pending{made, &chunk, &block, sums, pair * PAIR, sight};
+      now.chunk = &chunk;
+      now.block = &block;
+      now.sums = sums;
+      now.column = pair * PAIR;
+      now.sight = sight;
     }
   }
 
   void finish_sums() {
-    take_rows(pending, 0, KEYS);
-    pending.sight = HIDDEN;
+    take_rows(pending[next ^ 1], 0, KEYS);
+    pending[next ^ 1].sight = HIDDEN;
   }
 
   void add_tops(const Columns<CHUNK> &chunk, int turn, const KeyBlock& block, const char* rows, int64_t stride,

@@ -62,36 +62,26 @@ struct alignas(64) Columns {
   void fill(const kvw_scoring& a, int64_t batch, int64_t head, int64_t start) {
     const int64_t total = a.group * a.queries, base = (batch * a.kv_heads + head) * total;
     const int32_t* positions = a.query_positions + batch * a.queries;
-    const char* q = static_cast<const char*>(a.q);
+    const char* q = static_cast<const char*>(a.q) +
+                    (batch * a.q_strides[0] + head * a.group * a.q_strides[1]) * size_of(a.q_dtype);
     pairs = static_cast<int>(parts(least(CHUNK, total - start), PAIR));
+    int64_t block = start / (a.group * QUERY_BLOCK) * QUERY_BLOCK, width = least(QUERY_BLOCK, a.queries - block);
+    int64_t g = (start - block * a.group) / width, i = (start - block * a.group) % width;
     for (int j = 0; j < pairs * PAIR; j++) {
-      bias[j] = shift[j] = 0.0f;
-      last[j] = before[j] = -1;
-      query[j] = nullptr;
-      index[j] = -1;
-      const int64_t column = start + j, block = column / (a.group * QUERY_BLOCK) * QUERY_BLOCK;
-      if (column >= total) continue;
-      const int64_t width = least(QUERY_BLOCK, a.queries - block), within = column - block * a.group;
-      const int64_t i = block + within % width, g = within / width;
-      query[j] = q + (batch * a.q_strides[0] + (head * a.group + g) * a.q_strides[1] + i * a.q_strides[2]) *
-               size_of(a.q_dtype);
-      index[j] = g * a.queries + i;
-      last[j] = positions[i] < 0 ? -1 : positions[i];
-      if (a.sliding > 0 && last[j] >= a.sliding) before[j] = last[j] - a.sliding;
-      const float moved = a.shift == nullptr ? 0.0f : a.shift[base + index[j]] * a.scale;
-      if (a.softcap > 0.0f) {
-        shift[j] = moved;
+      if (start + j < total) {
+        put(a, j, q, g, block + i, base, positions[block + i]);
       } else {
-        bias[j] = moved * LOG2E;
+        bias[j] = shift[j] = 0.0f;
+        last[j] = before[j] = -1;
+        query[j] = nullptr;
+        index[j] = -1;
       }
-      if (a.lse != nullptr) {
-        const float lse = a.lse[base + index[j]];
-        if (lse == -INFINITY) {
-          last[j] = -1;
-        } else {
-          bias[j] -= lse * LOG2E;
-        }
-      }
+      if (++i < width) continue;
+      i = 0;
+      if (++g < a.group) continue;
+      g = 0;
+      block += QUERY_BLOCK;
+      width = least(QUERY_BLOCK, a.queries - block);
     }
     for (int p = 0; p < pairs; p++) {
       low[p] = reach[p] = NEVER;
@@ -103,6 +93,24 @@ struct alignas(64) Columns {
         if (last[j] >= 0 && before[j] < reach[p]) reach[p] = before[j];
         if (before[j] > sure[p]) sure[p] = before[j];
       }
+    }
+  }
+
+  // Column j is the g-th head's i-th query.
+  void put(const kvw_scoring& a, int j, const char* q, int64_t g, int64_t i, int64_t base, int32_t position) {
+    query[j] = q + (g * a.q_strides[1] + i * a.q_strides[2]) * size_of(a.q_dtype);
+    index[j] = g * a.queries + i;
+    last[j] = position < 0 ? -1 : position;
+    before[j] = a.sliding > 0 && position >= a.sliding ? position - a.sliding : -1;
+    const float moved = a.shift == nullptr ? 0.0f : a.shift[base + index[j]] * a.scale;
+    shift[j] = a.softcap > 0.0f ? moved : 0.0f;
+    bias[j] = a.softcap > 0.0f ? 0.0f : moved * LOG2E;
+    if (a.lse == nullptr) return;
+    const float lse = a.lse[base + index[j]];
+    if (lse == -INFINITY) {
+      last[j] = -1;
+    } else {
+      bias[j] -= lse * LOG2E;
     }
   }
 
