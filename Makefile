@@ -40,10 +40,12 @@ $(NATIVE): $(NATIVE_SOURCES)
 	@$(PYTHON) $(BACKEND) || true
 	@touch $@
 
-# The sanitizers' library has to be there before Python's first allocation. Python itself is not freed of leaks.
+# The sanitizers' library has to be there before Python's first allocation, and that of C++ before it looks for what throws
+# exceptions, as torch does. Leaks are not looked for: Python's own would be all that is found.
 sanitize: setup
 	$(PYTHON) $(BACKEND) sanitize
-	$(PYTEST) LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	$(PYTEST) LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 \
 	  KVWINNOW_CPU_LIBRARY=$(CURDIR)/build/sanitize/libkvwinnow_cpu.so $(VENV)/bin/python -m pytest tests/ops/cpu
 
 demo: setup

@@ -123,6 +123,7 @@ def build_in_place(
     note = into / NOT_BUILT
     if reason is None:
         note.unlink(missing_ok=True)
+        _say(f"The native library lies in {into}.")
         return True
     _say(f"The native library was not built, since {reason}.")
     into.mkdir(parents=True, exist_ok=True)
@@ -139,14 +140,14 @@ def no_compiler() -> str | None:
         return None if shutil.which(named.split()[0]) else f"CXX names {named!r}, which is not there"
     if any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         return None
-    return "no C++ compiler was found: install g++ or clang++ and install kvwinnow anew"
+    return "no C++ compiler was found"
 
 
 def _failed(error: BaseException) -> str:
     said = " ".join(str(error).split())
     said = f" ({type(error).__name__}: {said})" if said and not isinstance(error, SystemExit) else ""
     compiler = os.environ.get("CXX", "c++")
-    return f"compiling it with {compiler} failed{said}: look at what `pip install -v` prints, and install kvwinnow anew"
+    return f"compiling it with {compiler} failed{said}, of which `pip install -v` or `make native` shows more"
 
 
 @contextlib.contextmanager
@@ -166,11 +167,14 @@ def _compile(into: Path, folder: Path, tools: Path | None, *, sanitize: bool) ->
     # Ninja's place is told each time: that of a build's own environment is gone when the next one comes.
     configure = [cmake, "-S", NATIVE, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += [f"-DKVWINNOW_INTO={into}", f"-DKVWINNOW_SANITIZE={'ON' if sanitize else 'OFF'}"]
-    if _run(configure):
-        # What another CMake or another compiler has left may be in the way.
+    # CMake sticks to what it was told first, and what another CMake has left may be in the way.
+    told, chosen = folder / "told.txt", repr([os.environ.get(name) for name in ("CXX", "CXXFLAGS", "LDFLAGS")])
+    known = told.exists() and told.read_text(encoding="utf-8") == chosen
+    if not known or _run(configure):
         (folder / "CMakeCache.txt").unlink(missing_ok=True)
         shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
         _run(configure, check=True)
+        told.write_text(chosen, encoding="utf-8")
     _run([cmake, "--build", folder], check=True)
 
 

@@ -79,6 +79,19 @@ def test_one_slot_and_many_slots_are_written_alike(codec: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("count", [1, 3, EXACT, EXACT + 3, SLOTS])
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_first_slots_and_many_slots_are_written_alike(codec: str, count: int) -> None:
+    first, _ = filled(codec)
+    many, _ = filled(codec)
+    new = torch.randn(BATCH, HEADS, count, DIM)
+    first.write_first(new)
+    rows = torch.arange(BATCH * HEADS).repeat_interleave(count)
+    many.write_many(rows, torch.arange(count).repeat(BATCH * HEADS), new.flatten(0, 2))
+    for a, b in zip(frozen(first), frozen(many), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", QUANTISING)
 def test_the_first_slots_are_exact_up_to_the_models_dtype(codec: str, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from kvwinnow.cache.memory import GROWTH, least_slots, slots_for, tokens_to_hold
 from kvwinnow.cache.moments import QueryMoments
 from kvwinnow.cache.step import Step
 from kvwinnow.codecs import Codec
-from kvwinnow.codecs.vectors import Vectors, moved
+from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.errors import PolicyError
 from kvwinnow.policies import Phase, Policy
 from kvwinnow.statistics import Kind
@@ -113,6 +113,20 @@ class Holding:
         for kind, values in fresh.items():
             self.running[kind].flatten(0, 1)[rows, places] = values.flatten(0, 1)[rows, columns]
 
+    def _write_first(self, k: Tensor, v: Tensor, step: Step, stays: Tensor, fresh: dict[Kind, Tensor]) -> None:
+        """The same where all slots are empty and as many tokens stay of each KV head of each row."""
+        slots, count = self._held(), self.kept[0]
+        positions = step.positions.unsqueeze(1).expand(-1, k.shape[1], -1)
+        if count < k.shape[2]:
+            order = stays.nonzero()[:, 2].view(*k.shape[:2], count)
+            k, v, positions = ops.taken(k, order), ops.taken(v, order), positions.gather(2, order)
+            fresh = {kind: values.gather(2, order) for kind, values in fresh.items()}
+        slots.keys.write_first(k)
+        slots.values.write_first(v)
+        slots.positions[:, :, :count] = positions
+        for kind, values in fresh.items():
+            self.running[kind][:, :, :count] = values
+
     def _free(self) -> Tensor:
         """(B, Hkv, S) bool: slots that the next token may be written to. Shared ones that lost theirs stay empty."""
         slots = self._held()
@@ -204,10 +218,10 @@ class Holding:
         if order is not None:
             first = torch.arange(edge, device=order.device).expand(*order.shape[:2], -1)
             order = torch.cat([first, order], dim=2)
-        slots.keys.resize(count, order)
-        slots.values.resize(count, order)
-        slots.positions = moved(slots.positions, count, order, -1)
-        self.running = {kind: moved(tensor, count, order, 0.0) for kind, tensor in self.running.items()}
+        slots.keys.resize(count, order, ops.moved)
+        slots.values.resize(count, order, ops.moved)
+        slots.positions = ops.moved(slots.positions, count, order, -1)
+        self.running = {kind: ops.moved(tensor, count, order, 0.0) for kind, tensor in self.running.items()}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let row r of the batch hold everything that row ``rows[r]`` held; rows may repeat or be left out."""

@@ -71,7 +71,8 @@ class LayerCache(Holding):
             stays = self._cut(chunk, step, keep, past, parts, variant.scale)
         self._count_written(stays)
         self._resize_for()
-        self._write(k, v, step, stays, fresh)
+        alike = not any(step.starts) and len(set(self.kept)) == 1
+        (self._write_first if alike and not any(before) else self._write)(k, v, step, stays, fresh)
         if keep is not None:
             self._shrink(prompt=True)
         return out

@@ -20,8 +20,8 @@ def doctor() -> None:
             ("kvwinnow", __version__),
             ("Python", f"{platform.python_version()} on {platform.platform()}"),
             *((package, _version(package)) for package in ("torch", "transformers")),
-            ("back end", "reference (torch)"),
             ("device", _device()),
+            *_backend(),
             *_default_model(),
         ]
     table = Table(show_header=False)
@@ -47,6 +47,15 @@ def _device() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} (cuda)"
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _backend() -> list[tuple[str, str]]:
+    try:
+        from kvwinnow.ops.cpu.report import report
+    except (ImportError, OSError):  # torch, as said above
+        return []
+    found = report()
+    return [("back end on CPUs", found.backend), ("since", found.why), ("faster would be", found.faster)]
 
 
 def _default_model() -> list[tuple[str, str]]:

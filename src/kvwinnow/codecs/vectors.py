@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,10 @@ MEAN_TOKENS = 256
 """The mean vector of centred keys, and a tensor scale, follow from at most this many of a row's first tokens."""
 MEAN_LEAST = 32
 """With fewer first tokens the mean is 0: theirs would be that of the sinks, and worse than none."""
+
+
+Move = Callable[[Tensor, int, Tensor | None], Tensor]
+"""What ``moved`` is: a tensor, its new number of slots, and which come first."""
 
 
 @dataclass
@@ -239,18 +243,28 @@ class Vectors:
         for part, new in zip(self.parts, self._encode(stored, rows), strict=True):
             part.flatten(0, 1)[rows, slots - self.tail] = new
 
+    def write_first(self, x: Tensor) -> None:
+        """Overwrite the first n slots of each KV head, none of which is shared, with x (B, Hkv, n, D)."""
+        stored, edge = self.store(x), min(self.exact.shape[2], x.shape[2])
+        self.exact[:, :, :edge] = self._unquantised(stored[:, :, :edge])
+        rest = x.shape[2] - edge
+        if rest:
+            for part, new in zip(self.parts, self._encode(stored[:, :, edge:]), strict=True):
+                part[:, :, :rest] = new
+
     # -- memory ------------------------------------------------------------------------------------
 
-    def resize(self, slots: int, order: Tensor | None = None) -> None:
+    def resize(self, slots: int, order: Tensor | None = None, move: Move | None = None) -> None:
         """Reallocate to ``slots`` slots; what is quantised is moved, never quantised again.
 
         Args:
             slots: new number of slots, at least ``tail``.
             order: (B, Hkv, k) int64, which slots come first, [0, tail) being themselves; None: all stay in place.
+            move: does what ``moved`` does, and may be faster.
         """
         edge = self.tail
         order = None if order is None else order[:, :, edge:] - edge
-        self.parts = tuple(moved(part, slots - edge, order) for part in self.parts)
+        self.parts = tuple((move or moved)(part, slots - edge, order) for part in self.parts)
 
     def row(self, index: int) -> Vectors:
         """One row of the batch, as views of the same memory."""

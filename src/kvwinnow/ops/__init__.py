@@ -3,7 +3,8 @@
 from kvwinnow.ops.latest import causal_sums
 from kvwinnow.ops.reference import attention
 from kvwinnow.ops.rope import Rope
+from kvwinnow.ops.rows import moved, taken
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 from kvwinnow.ops.variant import Variant
 
-__all__ = ["Chunk", "Observed", "Rope", "Slots", "Variant", "Window", "attention", "causal_sums"]
+__all__ = ["Chunk", "Observed", "Rope", "Slots", "Variant", "Window", "attention", "causal_sums", "moved", "taken"]

@@ -21,7 +21,7 @@ def current() -> int | None:
     another, or ``off``.
 
     Raises:
-        UnsupportedSetupError: the variable names something that is not there.
+        UnsupportedSetupError: the variable names something that is not there, or KVWINNOW_CPU_LIBRARY does.
     """
     return _resolved(os.environ.get(VARIABLE) or None)
 
@@ -36,7 +36,9 @@ def _resolved(forced: str | None) -> int | None:
     if isinstance(library, Absent):
         if forced is None:
             return None
-        raise UnsupportedSetupError(f"{VARIABLE}={forced!r} needs the native library, and {library.reason}")
+        raise UnsupportedSetupError(
+            f"{VARIABLE}={forced!r} needs the native library, but {library.reason}: {library.remedy}"
+        )
     if forced is None:
         return library.best
     number = LEVELS.index(forced)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import torch  # before the library, whose kernels run on the OpenMP threads that torch brings along
+import torch  # has to be there before the library, whose kernels run on the OpenMP threads that torch brings along
+
+from kvwinnow.errors import UnsupportedSetupError
 
 ABI = 1
 """What ``kvw_abi_version()`` of levels.cpp must be."""
@@ -49,21 +54,54 @@ class Library:
 
 @dataclass(frozen=True)
 class Absent:
-    """There is no library that can be used; ``reason`` is a sentence without its full stop."""
+    """There is no library that can be used.
+
+    Attributes:
+        reason: why, a sentence without its full stop.
+        remedy: what would change that.
+    """
 
     reason: str
+    remedy: str
 
 
 @functools.cache
 def load() -> Library | Absent:
-    """The library of this very source: named by an environment variable, of this tree, or of what is installed."""
-    refused: list[str] = []
-    for path in _candidates():
-        found = _checked(path)
-        if isinstance(found, Library):
-            return found
-        refused.append(found.reason)
-    return Absent(refused[0] if refused else _why_not_built())
+    """The library of this very source: the one that is named, that of this tree, or that of what is installed.
+
+    Raises:
+        UnsupportedSetupError: the environment variable KVWINNOW_CPU_LIBRARY names one that cannot be used.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        found = _checked(Path(named))
+        if isinstance(found, Absent):
+            raise UnsupportedSetupError(f"{VARIABLE} cannot be followed: {found.reason}; unset it")
+        return found
+    places = dict.fromkeys(folder / NAME for folder in (_HERE, *_installed_folders()))
+    refused: list[Absent] = []
+    for path in places:
+        if path.exists():
+            found = _checked(path)
+            if isinstance(found, Library):
+                return found
+            refused.append(found)
+    return refused[0] if refused else _not_built()
+
+
+def rebuild() -> str:
+    """The command that builds the library anew, for people."""
+    if sources_digest() is not None:
+        return "make native"
+    origin = urlsplit(_installed_from().get("url", ""))
+    source = shlex.quote(unquote(origin.path)) if origin.scheme == "file" else "kvwinnow"
+    # pip keeps wheels that it has built, those without a library too.
+    return f"pip install --force-reinstall --no-cache-dir --no-deps {source}"
+
+
+def threads() -> int:
+    """How many threads a kernel is to use: torch's number."""
+    return torch.get_num_threads()
 
 
 def sources_digest(folder: Path = _HERE / "native") -> str | None:
@@ -97,25 +135,22 @@ class Kernel:
         return function
 
 
-def _candidates() -> Iterator[Path]:
-    named = os.environ.get(VARIABLE)
-    if named:
-        yield Path(named)
-        return
-    places = [_HERE, *_installed_folders()]
-    yield from (path for path in dict.fromkeys(place / NAME for place in places) if path.exists())
-
-
 def _installed_folders() -> Iterator[Path]:
     """Where the installed kvwinnow, which need not be the one that runs, has this folder."""
-    try:
-        installed = importlib.metadata.distribution("kvwinnow")
-        yield Path(str(installed.locate_file("kvwinnow/ops/cpu")))
-        origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
-        return
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        yield Path(str(importlib.metadata.distribution("kvwinnow").locate_file("kvwinnow/ops/cpu")))
+    origin = _installed_from()
     if origin.get("dir_info", {}).get("editable"):
         yield Path(unquote(urlsplit(origin["url"]).path), "src", "kvwinnow", "ops", "cpu")
+
+
+def _installed_from() -> dict[str, Any]:
+    """What pip has noted of a kvwinnow that did not come from an index."""
+    try:
+        found = json.loads(importlib.metadata.distribution("kvwinnow").read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _checked(path: Path) -> Library | Absent:
@@ -123,15 +158,13 @@ def _checked(path: Path) -> Library | Absent:
         handle = _opened(path)
         abi = int(handle.kvw_abi_version())
     except (OSError, AttributeError) as error:
-        return Absent(f"{path} cannot be loaded ({error})")
+        return Absent(f"{path} cannot be loaded ({error})", rebuild())
     if abi != ABI:
-        return Absent(
-            f"{path} has version {abi} of the interface, and this kvwinnow needs {ABI}: install kvwinnow anew"
-        )
+        return Absent(f"{path} has interface {abi}, and this kvwinnow needs {ABI}", rebuild())
     handle.kvw_sources.restype = handle.kvw_build_info.restype = ctypes.c_char_p
     wanted = sources_digest()
     if wanted is not None and handle.kvw_sources().decode() != wanted:
-        return Absent(f"{path} was built from other sources than those in {_HERE / 'native'}: run make native")
+        return Absent(f"{path} was built from other sources than those in {_HERE / 'native'}", rebuild())
     return Library(
         path,
         handle,
@@ -143,7 +176,6 @@ def _checked(path: Path) -> Library | Absent:
 
 
 def _opened(path: Path) -> ctypes.CDLL:
-    assert torch.get_num_threads() > 0
     try:
         return ctypes.CDLL(os.fspath(path))
     except OSError as error:
@@ -154,12 +186,10 @@ def _opened(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(os.fspath(path))
 
 
-def _why_not_built() -> str:
+def _not_built() -> Absent:
     for folder in (_HERE, *_installed_folders()):
-        try:
-            return (folder / NOT_BUILT).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-    if sources_digest() is not None:
-        return "no library was built in this source tree: run make native, or pip install -e ."
-    return "this installation holds no library: install kvwinnow anew"
+        with contextlib.suppress(OSError):
+            reason = (folder / NOT_BUILT).read_text(encoding="utf-8").strip()
+            return Absent(reason, f"with g++ or clang++ there, {rebuild()}")
+    where = "in this source tree" if sources_digest() is not None else "in this installation"
+    return Absent(f"there is no native library {where}", rebuild())

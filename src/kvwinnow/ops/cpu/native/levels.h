@@ -17,12 +17,13 @@
 //   KVW_EACH_LEVEL(DECLARE)
 //   KVW_EXPORT int32_t kvw_decode(int32_t level, const float* q, int64_t n) { KVW_DISPATCH(level, decode(q, n)) }
 //
-// The trap. Whatever is inline, a template or a lambda's class, and has external linkage, is emitted by every object that uses
-// it, under one name; the linker keeps any one of them. If that is the one compiled for AVX-512, a machine without it
-// dies in code of the portable level. So objects of levels hold nothing of that kind: own code lies in KVW_NS, what is
-// inline in an anonymous namespace inside it (headers for kernels too), and of the standard library they use only what
-// leaves no symbol behind: types, macros, memcpy, std::min where it is inlined; no containers, no std::function,
-// no std::sort. Buffers come from the caller or from malloc. no_shared_code.cmake checks the objects.
+// The trap. Whatever is inline or a template and has external linkage is emitted by every object that uses it, under
+// one name; the linker keeps any one of them. If that is the one compiled for AVX-512, a machine without it dies in code
+// of the portable level. So objects of levels hold nothing of that kind: own code lies in KVW_NS, what is inline in an
+// anonymous namespace inside it (headers for kernels too), and of the standard library they use only what leaves no
+// symbol behind: types, memcpy, std::min where it is inlined; no containers, no std::function, no std::sort. Buffers
+// come from the caller or from malloc. Nor do they hold static objects with constructors, which run when the library is
+// loaded. no_shared_code.cmake checks the objects.
 
 #pragma once
 
