@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 import machine
 
 SHAPES = ("32x8x128", "9x3x64")
-OFF = "off"
+VARIABLE, OFF = "KVWINNOW_CPU_LEVEL", "off"
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,6 @@ def parts(case: Case, window: int) -> dict[str, Callable[[], object]]:
 def measure(case: Case, given: argparse.Namespace) -> Figures:
     import torch
 
-    from kvwinnow.ops.cpu.level import VARIABLE
-
     torch.set_num_threads(case.threads)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(given.cores[: case.threads]))
@@ -108,7 +106,6 @@ def measure(case: Case, given: argparse.Namespace) -> Figures:
                 run()
                 if turn:  # the first one warms up
                     times[name].append(time.perf_counter() - start)
-    os.environ[VARIABLE] = given.level
     medians = {name: statistics.median(values) for name, values in times.items()}
     machine.progress(f"{case}: " + ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in medians.items()))
     return Figures(*(medians.get(name) for name in ("flash", "snapkv", "h2o", "torch_snapkv", "torch_h2o")))
@@ -130,7 +127,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768], help="lengths of the prompt")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--window", type=int, default=64, help="SnapKV's observing queries")
+    parser.add_argument("--window", type=int, default=32, help="SnapKV's observing queries")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not")
     parser.add_argument("--repeats", type=int, default=5, help="SnapKV's measurements in a round")
     parser.add_argument("--torch-tokens", type=int, default=8192, help="the longest prompt that torch scores too")
@@ -149,8 +146,9 @@ def main() -> int:
         for threads in given.threads
         for tokens in given.tokens
     ]
-    measured = {case: measure(case, given) for case in cases}
+    os.environ[VARIABLE] = given.level
     told = machine.facts() | {"threads": " and ".join(map(str, given.threads)), "native": native()}
+    measured = {case: measure(case, given) for case in cases}
     columns = ["shape", "tokens", "threads", "flash ms", "SnapKV ms", "of flash", "torch ms"]
     columns += ["H2O ms", "of flash", "torch ms"]
     notes = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow.ops.cpu import level
-from kvwinnow.ops.cpu.library import Kernel
+from kvwinnow.ops.cpu.library import Kernel, threads
 from kvwinnow.ops.slots import Chunk, Slots
 from kvwinnow.ops.variant import Variant
 
@@ -243,7 +243,7 @@ def _call(
         *options,
         DTYPES[q.dtype],
         DTYPES[k.dtype],
-        torch.get_num_threads(),
+        threads(),
     )
     number = level.current()
     if number is None or not kernel(number, ctypes.addressof(arguments)):

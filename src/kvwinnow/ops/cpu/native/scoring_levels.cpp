@@ -67,7 +67,7 @@ inline floats exp2_of(floats x) {
 // tanh x within 2e-7.
 inline floats tanh_of(floats x) {
   const floats e = exp2_of(larger(x, -x) * all(-2.0f * LOG2E)), y = (all(1.0f) - e) / (all(1.0f) + e);
-  return x < 0.0f ? -y : y;
+  return x < all(0.0f) ? -y : y;
 }
 
 inline float from_half(uint16_t h) {
