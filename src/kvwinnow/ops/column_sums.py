@@ -1,7 +1,8 @@
 """How much attention each key receives: softmax weights summed over queries, given their log-sum-exp.
 
 A second pass over blocks of keys and queries, since a flash pass forgets the weights. Each block of keys is decoded
-once; a block of logits stays in the processor's cache while it is masked, exponentiated and summed.
+once; a block of logits stays in the processor's cache while it is masked, exponentiated and summed. On CPUs the native
+kernels do the same where they are there (``cpu/scoring.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvwinnow.ops.cpu import scoring
 from kvwinnow.ops.slots import Chunk, Observed, Slots
 from kvwinnow.ops.variant import Variant, capped
 
@@ -37,6 +39,20 @@ def column_sums(
         chunk: the new tokens.
         variant: how the layer attends.
     """
+    heads, total = q.shape[1:3]
+    kv_heads, count = slots.positions.shape[1:]
+    if scoring.serves(q, chunk.keys, variant):
+        sums = scoring.column_sums(q, positions, lse, slots, chunk, variant)
+    else:
+        sums = _summed(q, positions, lse, slots, chunk, variant)
+    # What is hidden from a query has left exp(UNDERFLOW) for it: a sum of no more than that is none.
+    sums.masked_fill_(sums <= total * (heads // kv_heads) * HIDDEN, 0.0)
+    sums /= heads // kv_heads
+    return Observed(sums[:, :, :count], sums[:, :, count:])
+
+
+def _summed(q: Tensor, positions: Tensor | None, lse: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Tensor:
+    """(B, Hkv, S + n): the same, before what is hidden is cleared, and summed over the GQA group."""
     batch, heads, total, _ = q.shape
     kv_heads, count = slots.positions.shape[1:]
     size = (batch, kv_heads, count + chunk.positions.shape[1])
@@ -50,14 +66,13 @@ def column_sums(
             rows = slice(start, min(start + step, total))
             weights = block.logits(rows, positions).sub_(lse[:, :, :, rows]).clamp_(min=UNDERFLOW).exp_()
             sums[:, :, block.start : block.stop] += weights.sum((2, 3))
-    # What is hidden from a query has left exp(UNDERFLOW) for it: a sum of no more than that is none.
-    sums.masked_fill_(sums <= total * (heads // kv_heads) * HIDDEN, 0.0)
-    sums /= heads // kv_heads
-    return Observed(sums[:, :, :count], sums[:, :, count:])
+    return sums
 
 
 def log_sum_exp(q: Tensor, positions: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Tensor:
     """(B, Hq, m) float32 over slots and chunk, for few queries; -inf for one that sees nothing. Args: column_sums."""
+    if scoring.serves(q, chunk.keys, variant):
+        return scoring.log_sum_exp(q, positions, slots, chunk, variant)
     batch, heads, total, _ = q.shape
     kv_heads = slots.positions.shape[1]
     size = (batch, kv_heads, heads // kv_heads, total)

@@ -1,7 +1,8 @@
 """How much attention each key receives from the latest queries, where their log-sum-exp is not known.
 
 One pass over few queries and all that they see: cheaper than two passes over smaller blocks where the weights of one
-query fit into the processor's cache, and where no flash pass has given the log-sum-exp.
+query fit into the processor's cache, and where no flash pass has given the log-sum-exp. On CPUs the native kernels,
+where they are there, take two passes (``cpu/scoring.py``), which keep no more than a few columns of logits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvwinnow.ops.column_sums import HIDDEN
+from kvwinnow.ops.cpu import scoring
 from kvwinnow.ops.variant import Variant, capped
 
 QUERIES = 8, 64
@@ -28,6 +30,18 @@ def causal_sums(queries: Tensor, keys: Tensor, variant: Variant) -> Tensor:
         keys: (Hkv, S, D).
         variant: how the layer attends; no sliding one.
     """
+    n, heads, _ = queries.shape
+    group = heads // keys.shape[0]
+    if scoring.serves(queries, keys, variant):
+        sums = scoring.causal_sums(queries, keys, variant)
+    else:
+        sums = _summed(queries, keys, variant)
+    # What rounds to nothing in ``column_sums`` is nothing here too, so that equal tokens tie in both.
+    return sums.masked_fill_(sums <= n * group * HIDDEN, 0.0).div_(group)
+
+
+def _summed(queries: Tensor, keys: Tensor, variant: Variant) -> Tensor:
+    """(Hkv, S): the same, before what is hidden is cleared, and summed over the GQA group."""
     kv_heads, count, dim = keys.shape
     n, heads, _ = queries.shape
     group = heads // kv_heads
@@ -47,5 +61,4 @@ def causal_sums(queries: Tensor, keys: Tensor, variant: Variant) -> Tensor:
         if sinks is not None:
             logits = torch.cat([logits, sinks.expand(-1, -1, own, -1)], -1)
         sums[:, :seen] += logits.softmax(-1)[..., :seen].sum((1, 2))
-    # What rounds to nothing in ``column_sums`` is nothing here too, so that equal tokens tie in both.
-    return sums.masked_fill_(sums <= n * group * HIDDEN, 0.0).div_(group)
+    return sums
