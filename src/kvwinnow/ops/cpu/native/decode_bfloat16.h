@@ -113,8 +113,8 @@ static void interleave_wide_values(const Rows& x, int n, WideValues& values) {
   for (int i = 0; i < BLOCK / 2; i++) {
     const uint8_t* row = x.codes + 2 * i * x.stride;
     for (int p = 0; p < x.dim / WIDE; p++) {
-      _mm_prefetch((const char*)row + BLOCK * x.stride + p * PIECE, _MM_HINT_T0);
-      _mm_prefetch((const char*)row + (BLOCK + 1) * x.stride + p * PIECE, _MM_HINT_T0);
+      ask_for(row + BLOCK * x.stride + p * PIECE);
+      ask_for(row + (BLOCK + 1) * x.stride + p * PIECE);
       const __m512i none = _mm512_setzero_si512();
       const __m512i a = 2 * i < n ? _mm512_loadu_si512(row + p * PIECE) : none;
       const __m512i b = 2 * i + 1 < n ? _mm512_loadu_si512(row + x.stride + p * PIECE) : none;

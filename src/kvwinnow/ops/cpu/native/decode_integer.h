@@ -72,28 +72,38 @@ inline bool lies_as_tiles(const Rows& x, int n) {
   return !LIFTED && KIND == INT8 && n == BLOCK && x.dim % PIECE == 0;
 }
 
-template <int KIND>
-static void expand_keys(const Rows& x, int n, const Pieces& pieces, IntegerKeys& keys) {
-  if (lies_as_tiles<KIND>(x, n)) return;
+template <int KIND, Pieces::Shape SHAPE>
+void expand_keys_as(const Rows& x, int n, const Pieces& pieces, IntegerKeys& keys) {
   const __m512i lift = _mm512_set1_epi8(LIFTED && Codes<KIND>::SIGNED ? -128 : 0);
-  for (int p = 0; p < pieces.each; p++) {
+  const int each = pieces.each;
+  const int64_t stride = x.stride;
+  for (int p = 0; p < each; p++) {
     const __mmask64 whole = pieces.whole[p];
-    for (int t = 0; t < n; t++) {
-      const uint8_t* row = x.codes + t * x.stride + p * PIECE;
-      _mm_prefetch((const char*)row + BLOCK * x.stride, _MM_HINT_T0);
-      if (pieces.shape == Pieces::BOTH) {
+    const uint8_t* row = x.codes + p * PIECE;
+    int8_t *low = keys.plain[p][0], *high = keys.plain[each + p][0];
+    for (int t = 0; t < n; t++, row += stride, low += PIECE, high += PIECE) {
+      ask_for(row + BLOCK * stride);
+      if constexpr (SHAPE == Pieces::BOTH) {
         const __m512i v = Codes<KIND>::both(_mm256_maskz_loadu_epi8((__mmask32)whole, row));
-        _mm512_store_si512(keys.plain[0][t], _mm512_xor_si512(v, lift));
-      } else if (pieces.shape == Pieces::SPLIT) {
+        _mm512_store_si512(low, _mm512_xor_si512(v, lift));
+      } else if constexpr (SHAPE == Pieces::SPLIT) {
         const __m512i v = _mm512_maskz_loadu_epi8(whole, row);
-        _mm512_store_si512(keys.plain[p][t], _mm512_xor_si512(Codes<KIND>::low(v), lift));
-        _mm512_store_si512(keys.plain[pieces.each + p][t], _mm512_xor_si512(Codes<KIND>::high(v), lift));
+        _mm512_store_si512(low, _mm512_xor_si512(Codes<KIND>::low(v), lift));
+        _mm512_store_si512(high, _mm512_xor_si512(Codes<KIND>::high(v), lift));
       } else {
-        _mm512_store_si512(keys.plain[p][t], _mm512_xor_si512(_mm512_maskz_loadu_epi8(whole, row), lift));
+        _mm512_store_si512(low, _mm512_xor_si512(_mm512_maskz_loadu_epi8(whole, row), lift));
       }
     }
   }
   for (int p = 0; p < pieces.count && n < BLOCK; p++) memset(keys.plain[p][n], 0, (size_t)(BLOCK - n) * PIECE);
+}
+
+template <int KIND>
+void expand_keys(const Rows& x, int n, const Pieces& pieces, IntegerKeys& keys) {
+  if (lies_as_tiles<KIND>(x, n)) return;
+  if constexpr (KIND == INT8) expand_keys_as<KIND, Pieces::PLAIN>(x, n, pieces, keys);
+  else if (pieces.shape == Pieces::BOTH) expand_keys_as<KIND, Pieces::BOTH>(x, n, pieces, keys);
+  else expand_keys_as<KIND, Pieces::SPLIT>(x, n, pieces, keys);
 }
 
 // sums[slot][column] of 16 slots each.
@@ -237,32 +247,40 @@ inline void interleave(const __m512i* v, __m512i* tiles) {
   tiles[3] = _mm512_unpackhi_epi16(b, d);
 }
 
-template <int KIND>
-static void interleave_values(const Rows& x, int n, const Pieces& pieces, IntegerValues& values) {
-  for (int p = 0; p < pieces.each; p++) {
+template <int KIND, Pieces::Shape SHAPE>
+void interleave_values_as(const Rows& x, int n, const Pieces& pieces, IntegerValues& values) {
+  const int each = pieces.each;
+  const int64_t stride = x.stride;
+  for (int p = 0; p < each; p++) {
     const __mmask64 whole = pieces.whole[p];
+    const uint8_t* row = x.codes + p * PIECE;
     for (int i = 0; i < 16; i++) {
       __m512i v[4];
-      for (int j = 0; j < 4; j++) {
-        const int t = 4 * i + j;
-        const uint8_t* row = x.codes + t * x.stride + p * PIECE;
-        _mm_prefetch((const char*)row + BLOCK * x.stride, _MM_HINT_T0);
-        if (t >= n) v[j] = _mm512_setzero_si512();
-        else if (pieces.shape == Pieces::BOTH) v[j] = Codes<KIND>::both(_mm256_maskz_loadu_epi8((__mmask32)whole, row));
-        else v[j] = _mm512_maskz_loadu_epi8(whole, row);
+      for (int j = 0; j < 4; j++, row += stride) {
+        ask_for(row + BLOCK * stride);
+        const __mmask64 there = 4 * i + j < n ? whole : 0;
+        if constexpr (SHAPE == Pieces::BOTH) v[j] = Codes<KIND>::both(_mm256_maskz_loadu_epi8((__mmask32)there, row));
+        else v[j] = _mm512_maskz_loadu_epi8(there, row);
       }
       __m512i tiles[4];
       interleave(v, tiles);
       for (int j = 0; j < 4; j++) {
-        if (pieces.shape == Pieces::SPLIT) {  // pairs of elements have stayed together until now
+        if constexpr (SHAPE == Pieces::SPLIT) {  // pairs of elements have stayed together until now
           _mm512_store_si512(values.quads[p][j][i], Codes<KIND>::low(tiles[j]));
-          _mm512_store_si512(values.quads[pieces.each + p][j][i], Codes<KIND>::high(tiles[j]));
+          _mm512_store_si512(values.quads[each + p][j][i], Codes<KIND>::high(tiles[j]));
         } else {
           _mm512_store_si512(values.quads[p][j][i], tiles[j]);
         }
       }
     }
   }
+}
+
+template <int KIND>
+void interleave_values(const Rows& x, int n, const Pieces& pieces, IntegerValues& values) {
+  if constexpr (KIND == INT8) interleave_values_as<KIND, Pieces::PLAIN>(x, n, pieces, values);
+  else if (pieces.shape == Pieces::BOTH) interleave_values_as<KIND, Pieces::BOTH>(x, n, pieces, values);
+  else interleave_values_as<KIND, Pieces::SPLIT>(x, n, pieces, values);
 }
 
 // Weights times scales in fixed point; weights of slots beyond the block's are 0.

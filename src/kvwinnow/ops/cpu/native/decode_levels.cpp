@@ -22,17 +22,18 @@ constexpr int64_t ALONE = 1 << 17;  // bytes that are not worth a second thread
 constexpr float LOWEST = -1e30f;  // running maximum before the first visible slot: exp(-inf - LOWEST) is 0, not NaN
 
 // Scales (or zero points) of n slots from their stored form (n, groups) to float32 (groups, BLOCK).
-static void decode_scales(int kind, const uint8_t* from, int n, int groups, float factor, float* to) {
-  const int size = kind == FP4_NV || kind == FP4_MX ? 1 : 2, count = n * groups;
+template <int SIZE, F16 (*DECODE)(const uint8_t*)>
+void decode_scales_as(const uint8_t* from, int n, int groups, float factor, float* to) {
+  const int count = n * groups;
   int slot = 0, group = 0;
   for (int i = 0; i < count; i += LANES) {
     uint8_t few[2 * LANES] = {};
-    const uint8_t* x = from + (int64_t)i * size;
+    const uint8_t* x = from + (int64_t)i * SIZE;
     if (count - i < LANES) {
-      memcpy(few, x, (size_t)((count - i) * size));
+      memcpy(few, x, (size_t)((count - i) * SIZE));
       x = few;
     }
-    const F16 v = (kind == FP4_NV ? from_e4m3(x) : kind == FP4_MX ? from_e8m0(x) : from_float16(x)) * factor;
+    const F16 v = DECODE(x) * factor;
     if (groups == 1) {
       store(to + i, v);
       continue;
@@ -53,6 +54,12 @@ static void decode_scales(int kind, const uint8_t* from, int n, int groups, floa
       if (++group == groups) group = 0, slot++;
     }
   }
+}
+
+void decode_scales(int kind, const uint8_t* from, int n, int groups, float factor, float* to) {
+  if (kind == FP4_NV) decode_scales_as<1, from_e4m3>(from, n, groups, factor, to);
+  else if (kind == FP4_MX) decode_scales_as<1, from_e8m0>(from, n, groups, factor, to);
+  else decode_scales_as<2, from_float16>(from, n, groups, factor, to);
 }
 
 inline int element_bits(int kind) {
@@ -279,8 +286,7 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
         for (int j = 0; j < left; j++) where[i][j] = positions[at + i * LANES + j];
       where[i] = where[i] > lowest;
     }
-    float decay[ROWS];
-    for (int r = 0; r < ROWS; r++) decay[r] = 1.0f;
+    float now[ROWS];
     for (int r = 0; r < rows; r++) {
       const float shift = call.shift ? call.shift[row + r] : 0.0f;
       F16 x[BLOCK / LANES], most = fill(LOWEST);
@@ -299,19 +305,26 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
             for (int j = 0; j < left; j++) to[i * LANES + j] = x[i][j];
         }
       }
-      const float now = largest(most), before = partial.most[r];
-      if (now > before) {
-        decay[r] = before > LOWEST ? __builtin_expf(before - now) : 0.0f;
-        partial.most[r] = now;
-        w.most[r] = 1.0f;
-      } else {
-        w.most[r] = __builtin_expf(now - before);
-      }
+      for (int i = 0; i < BLOCK / LANES; i++) store(w.logits[r] + i * LANES, x[i]);
+      now[r] = largest(most);
+    }
+    // How far outputs so far decay, and what the largest weight of the block is.
+    float power[LANES] = {};
+    for (int r = 0; r < rows; r++) {
+      const float before = partial.most[r], top = now[r] > before ? now[r] : before;
+      power[r] = before - top;
+      power[ROWS + r] = now[r] - top;
+      partial.most[r] = top;
+    }
+    store(power, exponential(load<F16>(power)));
+    float decay[ROWS];
+    for (int r = 0; r < ROWS; r++) decay[r] = power[r], w.most[r] = power[ROWS + r];
+    for (int r = 0; r < rows; r++) {
       F16 total = load<F16>(partial.total[r]) * decay[r];
       for (int i = 0; i < BLOCK / LANES; i++) {
-        x[i] = exponential(x[i] - partial.most[r]);
-        total += x[i];
-        store(w.logits[r] + i * LANES, x[i]);
+        const F16 weight = exponential(load<F16>(w.logits[r] + i * LANES) - partial.most[r]);
+        total += weight;
+        store(w.logits[r] + i * LANES, weight);
       }
       store(partial.total[r], total);
     }

@@ -105,10 +105,10 @@ struct Codes {
     return _mm512_shuffle_epi8(table, codes);
   }
 };
-
-// The vectors of a block some blocks ahead are asked for while this one is computed with.
+// The vectors of the next block are brought to the second cache while this one is computed with: the first is too small.
+inline void ask_for(const uint8_t* byte) { _mm_prefetch((const char*)byte, _MM_HINT_T1); }
 inline void ask_for(const uint8_t* vector, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)vector + i, _MM_HINT_T0);
+  for (int64_t i = 0; i < bytes; i += 64) ask_for(vector + i);
 }
 
 typedef int32_t Tile[16][16];
