@@ -1,6 +1,8 @@
-"""vLLM's CPU worker, which lets the attention back end know its model runner."""
+"""vLLM's CPU worker, which lets the attention back end know its model runner and each step's requests."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -13,3 +15,7 @@ class EvictingCPUWorker(CPUWorker):
     def init_device(self) -> None:
         super().init_device()
         runner.remember(self.model_runner)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        with runner.step(scheduler_output):
+            return super().execute_model(scheduler_output)
