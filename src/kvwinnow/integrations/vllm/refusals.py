@@ -26,6 +26,11 @@ _EXPECTED = (
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "request"),
     ("vllm.v1.attention.backend", "AttentionBackend.customize_spec", "spec"),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", "common_attn_metadata"),
+    ("vllm.v1.worker.worker_base", "WorkerBase.execute_model", "scheduler_output"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_new_reqs"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "finished_req_ids"),
+    ("vllm.v1.core.sched.output", "NewRequestData", "sampling_params"),
+    ("vllm.v1.core.sched.output", "NewRequestData", "prompt_embeds"),
 )
 """What the plugin overrides or calls that is no public interface: module, name, one of its parameters."""
 
