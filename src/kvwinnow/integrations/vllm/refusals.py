@@ -26,7 +26,6 @@ _EXPECTED = (
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "request"),
     ("vllm.v1.attention.backend", "AttentionBackend.customize_spec", "spec"),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", "common_attn_metadata"),
-    ("vllm.v1.worker.worker_base", "WorkerBase.execute_model", "scheduler_output"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_new_reqs"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "finished_req_ids"),
     ("vllm.v1.core.sched.output", "NewRequestData", "sampling_params"),

@@ -7,6 +7,7 @@ a step's rows is read from the runner itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,9 @@ def serves_v2() -> bool:
 
 
 def remember(runner: Any) -> None:
-    """Keep the process's model runner; a process has one at a time.
+    """Keep the process's model runner, and look at each step that it is given; a process has one at a time.
+
+    Not the worker's steps: Ray's compiled graphs ask the runner itself.
 
     Raises:
         UnsupportedSetupError: it is neither of the two, or not as they are known.
@@ -98,11 +101,21 @@ def remember(runner: Any) -> None:
             "kvwinnow cannot find a step's requests; it knows V1 of vLLM 0.28 to 0.32 and V2 of 0.32: install one of "
             "these, or choose between them by VLLM_USE_V2_MODEL_RUNNER=0 or 1"
         )
+    execute = runner.execute_model
+
+    @functools.wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):  # V2's own, of a step that no scheduler has made
+            return execute(scheduler_output, *args, **kwargs)
+        with step(scheduler_output):
+            return execute(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
 
 
 @contextlib.contextmanager
 def step(scheduled: Any) -> Iterator[None]:
-    """While the worker runs a step of the scheduler's; whatever runs outside is a measurement or a warm-up.
+    """While the runner is in a step of the scheduler's; whatever runs outside is a measurement or a warm-up.
 
     Args:
         scheduled: the scheduler's output.

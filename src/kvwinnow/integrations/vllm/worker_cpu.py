@@ -1,8 +1,6 @@
-"""vLLM's CPU worker, which lets the attention back end know its model runner and each step's requests."""
+"""vLLM's CPU worker, which lets the attention back end know its model runner."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -15,7 +13,3 @@ class EvictingCPUWorker(CPUWorker):
     def init_device(self) -> None:
         super().init_device()
         runner.remember(self.model_runner)
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        with runner.step(scheduler_output):
-            return super().execute_model(scheduler_output)

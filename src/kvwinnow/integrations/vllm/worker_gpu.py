@@ -1,8 +1,6 @@
-"""vLLM's GPU worker, which lets the attention back end know its model runner and each step's requests."""
+"""vLLM's GPU worker, which lets the attention back end know its model runner."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -15,7 +13,3 @@ class EvictingGPUWorker(Worker):
     def init_device(self) -> None:
         super().init_device()
         runner.remember(self.model_runner)
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        with runner.step(scheduler_output):
-            return super().execute_model(scheduler_output)
