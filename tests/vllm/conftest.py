@@ -89,11 +89,17 @@ def tiny() -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_engines(engines: Engines, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyEngines:
-    """``engines``, of the tiny model."""
+def tiny_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the tiny model is saved."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny.save_pretrained(folder)
-    return lambda **options: engines(model=str(folder), skip_tokenizer_init=True, **options)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_engines(engines: Engines, tiny_folder: str) -> TinyEngines:
+    """``engines``, of the tiny model."""
+    return lambda **options: engines(model=tiny_folder, skip_tokenizer_init=True, **options)
 
 
 @pytest.fixture(scope="session")

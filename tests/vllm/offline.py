@@ -5,11 +5,13 @@ Run as a program it reads what to do from its argument, in JSON, and prints the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,26 +83,30 @@ def tokens_of(ran: subprocess.CompletedProcess[str]) -> list[list[int]]:
     return found
 
 
-def _allow_async_scheduling() -> None:
+@contextlib.contextmanager
+def allow_async_scheduling() -> Iterator[None]:
     """vLLM's CPU platform turns it off, as it gains nothing there; it works all the same."""
     from vllm.platforms.cpu import CpuPlatform
 
-    check = CpuPlatform.check_and_update_config.__func__
+    known = CpuPlatform.__dict__["check_and_update_config"]
 
     def check_and_turn_on(cls: Any, vllm_config: Any) -> None:
-        check(cls, vllm_config)
+        known.__func__(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(check_and_turn_on)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = known
 
 
 def _main() -> None:
     from vllm import LLM, SamplingParams
 
     given = json.loads(sys.argv[1])
-    if given["options"].get("async_scheduling"):
-        _allow_async_scheduling()
-    llm = LLM(given["model"], additional_config={"kvwinnow": {}}, **given["options"])
+    with allow_async_scheduling() if given["options"].get("async_scheduling") else contextlib.nullcontext():
+        llm = LLM(given["model"], additional_config={"kvwinnow": {}}, **given["options"])
     if given["options"].get("async_scheduling"):
         core = llm.llm_engine.engine_core.engine_core
         assert type(core.scheduler).__name__ == "EvictingAsyncScheduler"

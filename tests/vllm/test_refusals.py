@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvwinnow.errors import KvwinnowError
+from kvwinnow.errors import KvwinnowError, UnsupportedSetupError
 from kvwinnow.integrations import default_model
+from kvwinnow.integrations.vllm import runner
+from kvwinnow.integrations.vllm.platform import V2
 from tests.models import tiny_model
 from tests.vllm.conftest import TinyEngines
 from tests.vllm.engines import OPTIONS, Ask, Engine, Engines
@@ -73,6 +76,29 @@ def test_a_vllm_whose_parts_have_changed_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(FullAttentionManager, "cache_blocks", lambda self, request, count: None)
     with pytest.raises(ValueError, match=r"has no FullAttentionManager\.cache_blocks with a parameter num_tokens"):
         start()
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_the_runner_is_vllm_s_choice_where_both_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(V2, "")
+    monkeypatch.delenv(V2)
+    start()
+    assert V2 not in os.environ or not runner.serves_v2()
+    monkeypatch.setattr(runner, "serves_v2", lambda: False)
+    start()
+    assert os.environ[V2] == "0"
+
+
+def test_a_runner_in_which_requests_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    monkeypatch.setattr(runner, "_rows", None)
+    monkeypatch.setattr(runner, "_requests", {})
+    for kind in (object, RunnerV1, RunnerV2):
+        says = f"runs models by {kind.__module__}.{kind.__qualname__}, in which kvwinnow cannot find a step's requests"
+        with pytest.raises(UnsupportedSetupError, match=re.escape(says)):
+            runner.remember(object.__new__(kind))
 
 
 @pytest.mark.usefixtures("no_engine")

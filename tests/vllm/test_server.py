@@ -256,9 +256,9 @@ def test_kvwinnow_serve_with_two_api_servers(tmp_path: Path) -> None:
         server.stop()
 
 
-def start(program: Sequence[str], *flags: str) -> subprocess.CompletedProcess[str]:
-    """A start that is refused."""
-    env = environment(VLLM_LOGGING_LEVEL="ERROR")
+def start(program: Sequence[str], *flags: str, **others: str) -> subprocess.CompletedProcess[str]:
+    """A start that is refused, with others than the usual variables in its environment."""
+    env = environment(VLLM_LOGGING_LEVEL="ERROR", **others)
     command = [*program, model_folder(), *FLAGS, *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=START)
 
@@ -284,3 +284,12 @@ def test_kvwinnow_serve_refuses_in_one_sentence(flags: list[str], sentence: str)
     last = ran.stderr.splitlines()[-1]
     assert last.startswith("kvwinnow: ")
     assert sentence in last
+
+
+def test_kvwinnow_serve_looks_for_its_platform() -> None:
+    """Where vLLM itself would not: V1 loads no logits processors when it decodes speculatively."""
+    ngram = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+    ran = start(KVWINNOW_SERVE, "--speculative-config", ngram, VLLM_PLUGINS="another")
+    assert ran.returncode == 2
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("kvwinnow: additional_config asks for kvwinnow, and vLLM runs without kvwinnow's platform")

@@ -269,16 +269,21 @@ class Server:
                 ]
             ),
         )
-        runner._runner = SimpleNamespace(
-            input_batch=SimpleNamespace(req_ids=[r.name for r in chosen]),
-            requests={
-                r.name: SimpleNamespace(
-                    sampling_params=SimpleNamespace(extra_args={"kvwinnow": r.text}), num_prompt_tokens=r.prompt
+        runner._rows = runner.RowsV1(SimpleNamespace(input_batch=SimpleNamespace(req_ids=[r.name for r in chosen])))
+        scheduled = SimpleNamespace(
+            finished_req_ids=set(),
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=r.name,
+                    prompt_token_ids=range(r.prompt),
+                    sampling_params=SimpleNamespace(extra_args={"kvwinnow": r.text}),
                 )
-                for r in self.requests
-            },
+                for r in chosen
+                if r.computed == 0
+            ],
         )
-        metadata = self.builder.build(0, common)
+        with runner.step(scheduled):
+            metadata = self.builder.build(0, common)
         query, key, value = (
             torch.cat([x[:, r.computed : r.computed + n] for r, n, x in zip(chosen, sizes, parts, strict=True)], 1)
             .transpose(0, 1)
@@ -326,7 +331,8 @@ class Server:
 @pytest.fixture(autouse=True)
 def no_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runner a test remembers is forgotten after it."""
-    monkeypatch.setattr(runner, "_runner", None)
+    monkeypatch.setattr(runner, "_rows", None)
+    monkeypatch.setattr(runner, "_requests", {})
 
 
 @pytest.mark.parametrize("decode", ["h2o", "streamingllm", "tova"])

@@ -10,6 +10,7 @@ import pytest
 
 from kvwinnow import H2O, SnapKV, WholeBlocks
 from kvwinnow.errors import KvwinnowError, PolicyError, UnsupportedSetupError
+from kvwinnow.integrations.vllm import runner
 from kvwinnow.integrations.vllm.attention import EvictingImpl
 from kvwinnow.integrations.vllm.plan import Terms
 from kvwinnow.integrations.vllm.platform import served_backend
@@ -160,14 +161,22 @@ def test_a_plain_configuration_is_served() -> None:
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "a KV transfer connector"),
         ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "the scheduler mine.Scheduler"),
-        ({"use_v2_model_runner": True}, "model runner V2"),
-        ({"parallel_config__enable_dbo": True}, "dual batch overlap"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap"),
         ({"model_config__is_mm_prefix_lm": True}, "attention that is not causal in pictures"),
     ],
 )
 def test_what_is_not_tested_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedSetupError, match=f"kvwinnow in vLLM is not tested with {re.escape(says)}, so it is"):
         check_config(configuration(**change))
+
+
+def test_a_second_runner_that_does_not_tell_its_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "serves_v2", lambda: True)
+    check_config(configuration(use_v2_model_runner=True))
+    monkeypatch.setattr(runner, "serves_v2", lambda: False)
+    check_config(configuration(use_v2_model_runner=False))
+    with pytest.raises(UnsupportedSetupError, match="not tested with model runner V2 of vLLM older than"):
+        check_config(configuration(use_v2_model_runner=True))
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ class EvictingBuilder:
 
     def _look(self, common: Any) -> tuple[Step, Any]:
         step = Step(builder=self)
-        rows = runner.rows()[: common.num_reqs]
+        rows = runner.rows(common)
         # The bound on the host is exact without speculative decoding, and asking for it does not wait for the device.
         known = getattr(common, "seq_lens_cpu_upper_bound", None)
         lengths = (common.seq_lens if known is None else known).tolist()
@@ -151,10 +151,11 @@ def shift(common: Any, gone: list[int], block: int) -> Any:
             table[index, : -(slots // block)] = table[index, slots // block :].clone()
             lengths[index] -= slots
     common.block_table_tensor, common.seq_lens = table, lengths
+    common._num_computed_tokens_cache = None  # what vLLM keeps once it has derived it from the lengths
     bound = getattr(common, "seq_lens_cpu_upper_bound", None)
     if bound is not None:
-        common.seq_lens_cpu_upper_bound = bound - torch.tensor(gone, dtype=bound.dtype)
-    common.max_seq_len = int(lengths.max())
+        bound = common.seq_lens_cpu_upper_bound = bound[: len(gone)] - torch.tensor(gone, dtype=bound.dtype)
+    common.max_seq_len = int((lengths if bound is None else bound).max())  # the bound's does not wait for the device
     return common
 
 

@@ -31,12 +31,8 @@ class PlatformGuard(LogitsProcessor, LogitsProcessorV2):
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
         asked = vllm_config.additional_config
-        if isinstance(asked, dict) and asked.get(_KEY) is not None and not _platform_is_ours():
-            from kvwinnow.errors import UnsupportedSetupError
-
-            raise UnsupportedSetupError(
-                f"additional_config asks for {_KEY}, and vLLM runs without kvwinnow's platform plugin: {_REASONS}"
-            )
+        if isinstance(asked, dict) and asked.get(_KEY) is not None:
+            check_platform()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -65,6 +61,20 @@ class PlatformGuard(LogitsProcessor, LogitsProcessorV2):
     def apply(self, logits: Any, *_: Any) -> Any:
         """Both: the logits as they are."""
         return logits
+
+
+def check_platform() -> None:
+    """Refuse to go on where nobody reads kvwinnow's settings, which somebody has given.
+
+    Raises:
+        UnsupportedSetupError: kvwinnow's platform is not there.
+    """
+    if not _platform_is_ours():
+        from kvwinnow.errors import UnsupportedSetupError
+
+        raise UnsupportedSetupError(
+            f"additional_config asks for {_KEY}, and vLLM runs without kvwinnow's platform plugin: {_REASONS}"
+        )
 
 
 def _platform_is_ours() -> bool:

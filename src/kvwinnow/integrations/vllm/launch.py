@@ -28,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from kvwinnow.integrations.vllm.guard import check_platform
+
     command = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="kvwinnow")
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
@@ -35,15 +37,19 @@ def main(argv: Sequence[str]) -> int:
     _configure_logging(args)
     command.validate(args)
     try:
+        check_platform()  # vLLM's own processes look for it as well, but V1 does not if it decodes speculatively
         command.cmd(args)
     except ValidationError as error:  # what vLLM's configuration makes of an error in one of its checks
         causes = [found.get("ctx", {}).get("error") for found in error.errors()]
         refused = next((cause for cause in causes if isinstance(cause, KvwinnowError)), None)
         if refused is None:
             raise
-        print(f"kvwinnow: {refused}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    except KvwinnowError as error:
+        refused = error
+    else:
+        return 0
+    print(f"kvwinnow: {refused}", file=sys.stderr, flush=True)
+    return 2
 
 
 def _configure_logging(args: Any) -> None:

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvwinnow.errors import KvwinnowError, PolicyError, UnsupportedSetupError
-from kvwinnow.integrations.vllm import metrics
+from kvwinnow.integrations.vllm import metrics, runner
 from kvwinnow.integrations.vllm.refusals import check_config, check_request, check_version
 from kvwinnow.integrations.vllm.settings import KEY, Settings, read_settings, request_policy
 
@@ -78,7 +78,8 @@ class EvictingPlatform(_Base):
         if settings is None:
             return
         check_version()
-        os.environ.setdefault(V2, "0")  # until the second runner is served; whoever asks for it is refused
+        if not runner.serves_v2():
+            os.environ.setdefault(V2, "0")  # whoever asks for it is refused
         check_config(vllm_config)
         scheduler = "EvictingAsyncScheduler" if vllm_config.scheduler_config.async_scheduling else "EvictingScheduler"
         vllm_config.scheduler_config.scheduler_cls = f"{_HERE}.scheduler.{scheduler}"

@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 
 from kvwinnow.errors import UnsupportedSetupError
+from kvwinnow.integrations.vllm import runner
 from kvwinnow.integrations.vllm.plan import most_held
 from kvwinnow.integrations.vllm.settings import Settings, terms_of
 
@@ -25,6 +26,10 @@ _EXPECTED = (
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "request"),
     ("vllm.v1.attention.backend", "AttentionBackend.customize_spec", "spec"),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder.build", "common_attn_metadata"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_new_reqs"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "finished_req_ids"),
+    ("vllm.v1.core.sched.output", "NewRequestData", "sampling_params"),
+    ("vllm.v1.core.sched.output", "NewRequestData", "prompt_embeds"),
 )
 """What the plugin overrides or calls that is no public interface: module, name, one of its parameters."""
 
@@ -74,7 +79,7 @@ def check_config(config: Any) -> None:
         (model is not None and model.use_mla, "multi-head latent attention", "take a model with K and V per head"),
         (model is not None and model.is_hybrid, "a hybrid of attention and state-space layers", "take another model"),
         (getattr(model, "is_mm_prefix_lm", False), "attention that is not causal in pictures", "take another model"),
-        (getattr(parallel, "enable_dbo", False), "dual batch overlap", "leave out --enable-dbo"),
+        (getattr(parallel, "use_ubatching", False), "dual batch overlap", "leave out --enable-dbo and --ubatch-size"),
         (model is not None and model.is_encoder_decoder, "an encoder-decoder", "take a decoder"),
         (sliding is not None or types != {"full_attention"}, "sliding-window layers", "take a model without them"),
         (
@@ -87,7 +92,11 @@ def check_config(config: Any) -> None:
             f"the scheduler {scheduler}",
             "leave out --scheduler-cls",
         ),
-        (getattr(config, "use_v2_model_runner", False), "model runner V2", "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            getattr(config, "use_v2_model_runner", False) and not runner.serves_v2(),
+            "model runner V2 of vLLM older than 0.32",
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
     )
     for is_so, what, way_out in found:
         if is_so:
