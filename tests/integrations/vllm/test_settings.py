@@ -179,6 +179,13 @@ def test_a_second_runner_that_does_not_tell_its_rows_is_refused(monkeypatch: pyt
         check_config(configuration(use_v2_model_runner=True))
 
 
+def test_instructions_that_are_no_level_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_config(configuration())
+    monkeypatch.setenv("KVWINNOW_CPU_LEVEL", "fast")
+    with pytest.raises(UnsupportedSetupError, match="'fast' is no level"):
+        check_config(configuration())
+
+
 @pytest.mark.parametrize(
     ("attribute", "says"),
     [("alibi_slopes", "ALiBi"), ("sinks", "sinks in the softmax"), ("kv_sharing_target_layer_name", "another layer's")],
