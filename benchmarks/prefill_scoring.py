@@ -4,9 +4,10 @@ One layer of one shape at a time, random bfloat16 queries and keys, all of a pro
 measured in turn, round by round, so that what else the machine does falls on all of them; figures are medians.
 
   flash     torch's flash attention over the prompt (for CPU), which any cache has to compute
-  SnapKV    log-sum-exp and column sums of the last queries over all keys
+  SnapKV    column sums of the last queries over all keys, given flash's log-sum-exp
+  anew      the same, where it is not known since the last queries come from more than one chunk
   H2O       column sums of all queries over all keys, given flash's log-sum-exp
-  torch     the same two by the torch back end (KVWINNOW_CPU_LEVEL=off)
+  torch     SnapKV and H2O by the torch back end (KVWINNOW_CPU_LEVEL=off)
 
     python benchmarks/prefill_scoring.py
     python benchmarks/prefill_scoring.py --tokens 8192 --threads 1 --shapes 32x8x128 --level avx512
@@ -19,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import machine
 
@@ -44,6 +45,7 @@ class Figures:
 
     flash: float
     snapkv: float
+    anew: float
     h2o: float
     torch_snapkv: float | None
     torch_h2o: float | None
@@ -76,15 +78,19 @@ def parts(case: Case, window: int) -> dict[str, Callable[[], object]]:
         )
         return pair
 
-    def snapkv() -> object:
-        return column_sums(last, own, log_sum_exp(last, own, slots, chunk, variant), slots, chunk, variant)
-
     lse = flash()[1]
+
+    def snapkv() -> object:
+        return column_sums(last, own, lse[:, :, -window:], slots, chunk, variant)
+
+    def anew() -> object:
+        return column_sums(last, own, log_sum_exp(last, own, slots, chunk, variant), slots, chunk, variant)
 
     def h2o() -> object:
         return column_sums(q, None, lse, slots, chunk, variant)
 
-    return {"flash": flash, "snapkv": snapkv, "h2o": h2o, "torch_snapkv": snapkv, "torch_h2o": h2o}
+    work = {"flash": flash, "snapkv": snapkv, "anew": anew, "h2o": h2o}
+    return work | {f"torch_{name}": work[name] for name in ("snapkv", "h2o")}
 
 
 def measure(case: Case, given: argparse.Namespace) -> Figures:
@@ -101,22 +107,23 @@ def measure(case: Case, given: argparse.Namespace) -> Figures:
         for name, run in work.items():
             os.environ[VARIABLE] = OFF if name.startswith("torch") else given.level
             # What is short is repeated, or the clock and the caches would be measured.
-            for _ in range(given.repeats if name == "snapkv" else 1):
+            for _ in range(given.repeats if name in ("snapkv", "anew") else 1):
                 start = time.perf_counter()
                 run()
                 if turn:  # the first one warms up
                     times[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) for name, values in times.items()}
     machine.progress(f"{case}: " + ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in medians.items()))
-    return Figures(*(medians.get(name) for name in ("flash", "snapkv", "h2o", "torch_snapkv", "torch_h2o")))
+    return Figures(*(medians.get(field.name) for field in fields(Figures)))
 
 
 def row(case: Case, figures: Figures) -> list[str]:
     cells = [f"{case.heads}/{case.kv_heads} heads, d {case.dim}", f"{case.tokens:,}", str(case.threads)]
     cells.append(f"{figures.flash * 1e3:,.1f}")
-    for own, theirs in ((figures.snapkv, figures.torch_snapkv), (figures.h2o, figures.torch_h2o)):
+    for own, theirs in ((figures.snapkv, figures.torch_snapkv), (figures.anew, None), (figures.h2o, figures.torch_h2o)):
         cells += [f"{own * 1e3:,.2f}", f"{own / figures.flash:.2%}"]
-        cells += ["-" if theirs is None else f"{theirs * 1e3:,.1f}"]
+        if own is not figures.anew:
+            cells.append("-" if theirs is None else f"{theirs * 1e3:,.1f}")
     return cells
 
 
@@ -150,7 +157,7 @@ def main() -> int:
     told = machine.facts() | {"threads": " and ".join(map(str, given.threads)), "native": native()}
     measured = {case: measure(case, given) for case in cases}
     columns = ["shape", "tokens", "threads", "flash ms", "SnapKV ms", "of flash", "torch ms"]
-    columns += ["H2O ms", "of flash", "torch ms"]
+    columns += ["anew ms", "of flash", "H2O ms", "of flash", "torch ms"]
     notes = [
         f"bfloat16, one layer, causal; SnapKV with a window of {given.window}; medians of {given.rounds} rounds, "
         f"columns measured in turn; torch ms: the torch back end, to {given.torch_tokens:,} tokens",

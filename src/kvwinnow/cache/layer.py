@@ -249,11 +249,11 @@ class LayerCache(Holding):
             width = min(width, earlier.shape[2] + n)
             rows = []
             for row, start in enumerate(step.starts):
-                tail = torch.cat([earlier[row], q[row, :, start:]], dim=1)[:, -width:]
+                tail = torch.cat([earlier[row], q[row, :, start:][:, -width:]], dim=1)[:, -width:]
                 rows.append(torch.cat([tail.new_zeros(heads, width - tail.shape[1], dim), tail], dim=1))
             self.window = torch.stack(rows)
         else:
-            self.window = torch.cat([earlier, q], dim=2)[:, :, -width:].clone()
+            self.window = torch.cat([earlier, q[:, :, -width:]], dim=2)[:, :, -width:].clone()
         width = self.window.shape[2]
         ends = torch.tensor(step.seen, dtype=torch.int32, device=q.device)
         places = torch.arange(-width, 0, dtype=torch.int32, device=q.device)

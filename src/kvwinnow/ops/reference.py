@@ -137,10 +137,14 @@ def _prompt(
         # Of what a window hides only positions tell; without one the order of columns says all.
         observed = column_sums(q, None if variant.sliding is None else chunk.positions, lse, slots, chunk, variant)
     elif statistics.kind is Kind.WINDOW and window is not None:
-        # The window's queries from earlier chunks have seen slots that are gone by now: their log-sum-exp over what
-        # is left is taken anew.
-        lse = variant.with_sinks(log_sum_exp(window.queries, window.positions, slots, chunk, variant))
-        observed = column_sums(window.queries, window.positions, lse, slots, chunk, variant)
+        width = window.queries.shape[2]
+        if width <= q.shape[2]:
+            seen = lse[:, :, -width:]
+        else:
+            # The window's queries from earlier chunks have seen slots that are gone by now: their log-sum-exp over
+            # what is left is taken anew.
+            seen = variant.with_sinks(log_sum_exp(window.queries, window.positions, slots, chunk, variant))
+        observed = column_sums(window.queries, window.positions, seen, slots, chunk, variant)
     return out.to(q.dtype), observed
 
 

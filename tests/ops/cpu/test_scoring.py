@@ -149,10 +149,13 @@ def test_sums_and_log_sum_exp_are_those_of_the_definition(
 
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("queries", "keys", "group"), [(2100, 2100, 2), (32, 5000, 4), (300, 2500, 3)])
-def test_many_keys_and_queries(name: str, dtype: torch.dtype, queries: int, keys: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("queries", "keys", "group", "dim"), [(2100, 2100, 2, 32), (32, 9000, 4, 32), (70, 4500, 3, 256)]
+)
+def test_many_keys_and_queries(name: str, dtype: torch.dtype, queries: int, keys: int, group: int, dim: int) -> None:
+    """More than one panel of keys, and more than one turn of columns."""
     torch.manual_seed(0)
-    check(made(dtype=dtype, dim=32, group=group, queries=queries, keys=keys), name)
+    check(made(dtype=dtype, dim=dim, group=group, queries=queries, keys=keys), name)
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -160,7 +163,7 @@ def test_many_keys_and_queries(name: str, dtype: torch.dtype, queries: int, keys
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_equal_keys_tie_wherever_they_lie(name: str, dtype: torch.dtype, softcap: float) -> None:
     torch.manual_seed(0)
-    inputs = made(dtype=dtype, dim=48, kv_heads=2, group=3, queries=37, keys=2500, softcap=softcap)
+    inputs = made(dtype=dtype, dim=240, kv_heads=2, group=3, queries=37, keys=2500, softcap=softcap)
     inputs.key_positions = torch.zeros(1, 1, 2500, dtype=torch.int32)  # all of them seen by all
     places = [0, 1, 17, 31, 32, 600, 2047, 2048, 2480, 2499]
     inputs.k[:, :, places] = inputs.k[:, :, :1].clone()

@@ -11,8 +11,8 @@ bool known(int32_t dtype) { return dtype == KVW_FLOAT32 || dtype == KVW_BFLOAT16
 
 bool served(const kvw_scoring& a) {
   return a.batch > 0 && a.kv_heads > 0 && a.group > 0 && a.queries > 0 && a.keys > 0 && a.dim > 0 &&
-     a.dim % 16 == 0 && a.dim <= MOST_DIM && a.scale > 0.0f && a.softcap >= 0.0f && a.sliding >= 0 &&
-     a.threads > 0 && known(a.q_dtype) && known(a.k_dtype);
+         a.dim % 16 == 0 && a.dim <= MOST_DIM && a.scale > 0.0f && a.softcap >= 0.0f && a.sliding >= 0 &&
+         a.threads > 0 && known(a.q_dtype) && known(a.k_dtype);
 }
 
 bool in_tiles(const kvw_scoring& a) {

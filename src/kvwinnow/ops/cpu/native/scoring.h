@@ -30,11 +30,11 @@ struct kvw_scoring {
   int32_t threads;
 };
 
-#define KVW_DECLARE_SCORING(ns)                        \
-  namespace ns {                                       \
-  int32_t column_sums(const kvw_scoring& args);        \
-  int32_t log_sum_exp(const kvw_scoring& args);        \
-  int32_t tile_column_sums(const kvw_scoring& args);   \
-  int32_t tile_log_sum_exp(const kvw_scoring& args);   \
+#define KVW_DECLARE_SCORING(ns) \
+  namespace ns { \
+  int32_t column_sums(const kvw_scoring& args); \
+  int32_t log_sum_exp(const kvw_scoring& args); \
+  int32_t tile_column_sums(const kvw_scoring& args); \
+  int32_t tile_log_sum_exp(const kvw_scoring& args); \
  }
 KVW_EACH_LEVEL(KVW_DECLARE_SCORING)

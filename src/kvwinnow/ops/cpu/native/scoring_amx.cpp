@@ -77,39 +77,76 @@ inline void transpose(__m512i* r) {
   }
 }
 
-struct Kernel {
-  static constexpr int CHUNK = 96;
+constexpr int WIDE = 96;  // columns of a chunk: their queries fit into the first-level cache beside a block of keys
 
-  // A product of KEYS keys and PAIR columns whose exponentials are still to be taken.
-  struct Pending {
-    const float* logits;
-    const Columns<CHUNK> *chunk;
-    const KeyBlock* block;
-    float* sums;
-    int column;
-    Sight sight = HIDDEN;
-  };
+// Which of 16 columns see a key.
+inline __mmask16 visible(const Columns<WIDE>& chunk, int column, int32_t where) {
+  const __m512i key = _mm512_set1_epi32(where);
+  const __mmask16 old = _mm512_cmpge_epi32_mask(_mm512_load_si512(chunk.last + column), key);
+  return _mm512_mask_cmplt_epi32_mask(old, _mm512_load_si512(chunk.before + column), key);
+}
+
+// A product of KEYS keys and PAIR columns whose exponentials are still to be taken.
+struct Pending {
+  const float* logits;
+  const Columns<WIDE>* chunk;
+  const KeyBlock* block;
+  float* sums;
+  int column;
+  Sight sight = HIDDEN;
+};
+
+// Takes them, some keys at a time.
+template <Sight SIGHT>
+struct Exponentials {
+  const Pending p;
+  const __m512 factor, left, right;
+
+  Exponentials(const Pending& pending, __m512 times)
+      : p(pending),
+        factor(times),
+        left(SIGHT == HIDDEN ? times : _mm512_load_ps(p.chunk->bias + p.column)),
+        right(SIGHT == HIDDEN ? times : _mm512_load_ps(p.chunk->bias + p.column + LANES)) {}
+
+  void take(int64_t start, int64_t stop) const {
+    if (SIGHT == HIDDEN) return;
+    for (int64_t i = start; i < stop; i++) {
+      const float* row = p.logits + i * PAIR;
+      __m512 x = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
+      __m512 y = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
+      if (SIGHT == MASKED) {
+        x = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x);
+        y = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y);
+      }
+      float* sum = p.sums + i * LANES;
+      _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(x, y)));
+    }
+  }
+};
+
+struct Kernel {
+  static constexpr int CHUNK = WIDE;
 
   const kvw_scoring& a;
   const int64_t steps;  // tiles of one vector; the last may begin before the one before it ends
-  const int64_t rows_a_step;  // whose exponentials are taken meanwhile
+  const int64_t share;  // keys whose exponentials are taken after each of a step's four products
   uint32_t* queries;    // for each chunk, 16 columns and step a tile: (dimension pairs, columns)
   float* logits;        // 2 x (KEYS, PAIR), before anything is added
-  __m512 factor;  // on a product, to give log2(e) * logit
-  Pending pending[2];  // of which the next one's logits lie at the same place
+  const __m512 factor;  // on a product, to give log2(e) * logit
+  Pending pending[2];   // of which the next one's logits lie at the same place
   int next = 0;
 
   static int64_t bytes(const kvw_scoring& a, int64_t turns) {
-    return (turns * CHUNK * parts(a.dim, STEP) * LANES + 2 * KEYS * PAIR) * 4 + 64 * 4;
+    return Arena::room<uint32_t>(turns * CHUNK * parts(a.dim, STEP) * LANES) + Arena::room<float>(2 * KEYS * PAIR);
   }
 
   Kernel(const kvw_scoring& args, Arena& arena, int64_t turns)
-    : a(args),
-     steps(parts(args.dim, STEP)),
-     rows_a_step(parts(KEYS, steps)),
-     queries(arena.take<uint32_t>(turns * CHUNK * steps * LANES)),
-     logits(arena.take<float>(2 * KEYS * PAIR)),
-     factor(_mm512_set1_ps(args.softcap > 0.0f ? 1.0f : args.scale * LOG2E)) {
+      : a(args),
+        steps(parts(args.dim, STEP)),
+        share(parts(KEYS, 4 * steps)),
+        queries(arena.take<uint32_t>(turns * CHUNK * steps * LANES)),
+        logits(arena.take<float>(2 * KEYS * PAIR)),
+        factor(_mm512_set1_ps(args.softcap > 0.0f ? 1.0f : args.scale * LOG2E)) {
     TileConfig config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
@@ -122,12 +159,12 @@ struct Kernel {
 
   ~Kernel() { _tile_release(); }
 
-  Kernel(const Kernel &) = delete;
-  Kernel& operator=(const Kernel &) = delete;
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
 
   int64_t offset(int64_t step) const { return least(step * STEP, a.dim - STEP); }
 
-  void pack(const Columns<CHUNK> &chunk, int turn) {
+  void pack(const Columns<CHUNK>& chunk, int turn) {
     uint32_t* to = queries + turn * CHUNK * steps * LANES;
     for (int j = 0; j < chunk.pairs * PAIR; j += LANES) {
       for (int64_t step = 0; step < steps; step++, to += TILE) {
@@ -138,7 +175,7 @@ struct Kernel {
         for (int i = 0; i < LANES; i++) {
           const char* query = chunk.query[j + i];
           rows[i] = query == nullptr ? _mm512_setzero_si512()
-                       : _mm512_maskz_loadu_epi32(once, query + offset(step) * 2);
+                                     : _mm512_maskz_loadu_epi32(once, query + offset(step) * 2);
         }
         transpose(rows);
         for (int i = 0; i < LANES; i++) _mm512_store_si512(to + i * LANES, rows[i]);
@@ -146,10 +183,18 @@ struct Kernel {
     }
   }
 
-  // Multiplies KEYS keys and one pair of columns; ``between`` is called once a step, with its number.
-  template <class Work>
-  float* multiply(const Columns<CHUNK> &chunk, int turn, int pair, const char* rows, int64_t stride, Work between) {
-    const uint32_t* left = queries + (turn * CHUNK + pair * PAIR) * steps * LANES, *right = left + steps * TILE;
+  // Multiplies KEYS keys and one pair of columns, and meanwhile takes the exponentials of the pair before.
+  template <Sight BEFORE>
+  float* multiply(const Columns<CHUNK>& chunk, int turn, int pair, const char* rows, int64_t stride) {
+    const uint32_t* left = queries + (turn * CHUNK + pair * PAIR) * steps * LANES;
+    const uint32_t* right = left + steps * TILE;
+    const Exponentials<BEFORE> before(pending[next ^ 1], factor);
+    int64_t from = 0;
+    const auto take_some = [&]() __attribute__((always_inline)) {
+      const int64_t to = least(from + share, KEYS);
+      before.take(from, to);
+      from = to;
+    };
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -161,10 +206,13 @@ struct Kernel {
       _tile_loadd(6, left + step * TILE, 64);
       _tile_loadd(7, right + step * TILE, 64);
       _tile_dpbf16ps(0, 4, 6);
+      take_some();
       _tile_dpbf16ps(1, 4, 7);
+      take_some();
       _tile_dpbf16ps(2, 5, 6);
+      take_some();
       _tile_dpbf16ps(3, 5, 7);
-      between(step);
+      take_some();
     }
     float* to = logits + next * KEYS * PAIR;
     next ^= 1;
@@ -176,7 +224,18 @@ struct Kernel {
     return to;
   }
 
-  void cap(const Columns<CHUNK> &chunk, int pair, float* at) const {
+  float* multiply_after(Sight before, const Columns<CHUNK>& chunk, int pair, const char* rows, int64_t stride) {
+    switch (before) {
+      case FULL:
+        return multiply<FULL>(chunk, 0, pair, rows, stride);
+      case MASKED:
+        return multiply<MASKED>(chunk, 0, pair, rows, stride);
+      default:
+        return multiply<HIDDEN>(chunk, 0, pair, rows, stride);
+    }
+  }
+
+  void cap(const Columns<CHUNK>& chunk, int pair, float* at) const {
     const __m512 inner = _mm512_set1_ps(a.scale / a.softcap), one = _mm512_set1_ps(1.0f / a.softcap);
     const __m512 outer = _mm512_set1_ps(a.softcap * LOG2E);
     for (int i = 0; i < KEYS; i++) {
@@ -188,48 +247,12 @@ struct Kernel {
     }
   }
 
-  // Which of 16 columns see a key.
-  static __mmask16 visible(const Columns<CHUNK> &chunk, int column, int32_t where) {
-    const __m512i key = _mm512_set1_epi32(where);
-    const __mmask16 old = _mm512_cmpge_epi32_mask(_mm512_load_si512(chunk.last + column), key);
-    return _mm512_mask_cmplt_epi32_mask(old, _mm512_load_si512(chunk.before + column), key);
-  }
-
-  template <bool ALL>
-  void take(const Pending& p, int64_t start, int64_t stop) const {
-    const __m512 left = _mm512_load_ps(p.chunk->bias + p.column);
-    const __m512 right = _mm512_load_ps(p.chunk->bias + p.column + LANES);
-    for (int64_t i = start; i < stop; i++) {
-      const float* row = p.logits + i * PAIR;
-      __m512 x = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
-      __m512 y = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
-      if (!ALL) {
-        x = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x);
-        y = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y);
-      }
-      float* sum = p.sums + i * LANES;
-      _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(x, y)));
-    }
-  }
-
-  void take_rows(const Pending& p, int64_t start, int64_t stop) const {
-    if (p.sight == FULL) {
-      take<true>(p, start, stop);
-    } else if (p.sight == MASKED) {
-      take<false>(p, start, stop);
-    }
-  }
-
   void add_sums(const Columns<CHUNK>& chunk, const KeyBlock& block, const char* rows, int64_t stride, float* sums) {
-    const int64_t share = rows_a_step;
     for (int pair = 0; pair < chunk.pairs; pair++) {
       const Sight sight = chunk.sight(pair, block);
       if (sight == HIDDEN) continue;
-      const Pending& before = pending[next ^ 1];
       Pending& now = pending[next];
-      now.logits = multiply(chunk, 0, pair, rows, stride, [&](int64_t step) {
-        take_rows(before, least(KEYS, step * share), least(KEYS, (step + 1) * share));
-      });
+      now.logits = multiply_after(pending[next ^ 1].sight, chunk, pair, rows, stride);
       now.chunk = &chunk;
       now.block = &block;
       now.sums = sums;
@@ -239,22 +262,24 @@ struct Kernel {
   }
 
   void finish_sums() {
-    take_rows(pending[next ^ 1], 0, KEYS);
-    pending[next ^ 1].sight = HIDDEN;
+    Pending& last = pending[next ^ 1];
+    if (last.sight == FULL) Exponentials<FULL>(last, factor).take(0, KEYS);
+    if (last.sight == MASKED) Exponentials<MASKED>(last, factor).take(0, KEYS);
+    last.sight = HIDDEN;
   }
 
-  void add_tops(const Columns<CHUNK> &chunk, int turn, const KeyBlock& block, const char* rows, int64_t stride,
-         Tops<CHUNK> &tops) {
+  void add_tops(const Columns<CHUNK>& chunk, int turn, const KeyBlock& block, const char* rows, int64_t stride,
+                Tops<CHUNK>& tops) {
     for (int pair = 0; pair < chunk.pairs; pair++) {
       const Sight sight = chunk.sight(pair, block);
       if (sight == HIDDEN) continue;
-      const float* made = multiply(chunk, turn, pair, rows, stride, [](int64_t) {});
+      const float* made = multiply<HIDDEN>(chunk, turn, pair, rows, stride);
       for (int j = 0; j < PAIR; j += LANES) raise_tops(chunk, block, made + j, pair * PAIR + j, sight, tops);
     }
   }
 
-  void raise_tops(const Columns<CHUNK> &chunk, const KeyBlock& block, const float* made, int column, Sight sight,
-          Tops<CHUNK> &tops) const {
+  void raise_tops(const Columns<CHUNK>& chunk, const KeyBlock& block, const float* made, int column, Sight sight,
+          Tops<CHUNK>& tops) const {
     const __m512 bias = _mm512_load_ps(chunk.bias + column), old = _mm512_load_ps(tops.top + column);
     __mmask16 seen[KEYS];
     __m512 first = _mm512_set1_ps(LOWEST), second = first;

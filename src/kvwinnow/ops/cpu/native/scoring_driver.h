@@ -12,7 +12,7 @@ constexpr int LANES = 16;
 constexpr int KEYS = 32;
 constexpr int PAIR = 2 * LANES;
 constexpr int QUERY_BLOCK = 64;  // queries of one head that stand side by side as columns
-constexpr int64_t PANEL = 2048;  // keys that stay in the second-level cache while all columns pass
+constexpr int64_t PANEL = 1 << 19;  // bytes of keys and of their sums that stay in a cache while all columns pass
 constexpr int64_t SPLIT = 1024;  // keys of one partial log-sum-exp
 constexpr int64_t MANY = 4096;   // columns of one KV head from which on threads share them and not the keys
 constexpr int TURN = 8;          // chunks that share the passage of a panel's keys
@@ -53,11 +53,11 @@ struct alignas(64) Columns {
   int32_t last[CHUNK];    // position of the query, -1: there is none
   int32_t before[CHUNK];  // position of the last key that is out of a sliding layer's reach, -1: none
   const char* query[CHUNK];
-  int64_t index[CHUNK];                         // of lse, shift and out within the KV head
+  int64_t index[CHUNK];  // of lse, shift and out within the KV head
   int32_t low[CHUNK / PAIR], high[CHUNK / PAIR];  // least and most of ``last``, -1 where there is no query
-  int32_t reach[CHUNK / PAIR];                  // least of ``before``
-  int32_t sure[CHUNK / PAIR];                   // most of ``before``
-  int pairs;                                    // that have any column
+  int32_t reach[CHUNK / PAIR];  // least of ``before``
+  int32_t sure[CHUNK / PAIR];   // most of ``before``
+  int pairs;  // that have any column
 
   void fill(const kvw_scoring& a, int64_t batch, int64_t head, int64_t start) {
     const int64_t total = a.group * a.queries, base = (batch * a.kv_heads + head) * total;
@@ -131,10 +131,16 @@ struct alignas(64) Columns {
 struct Arena {
   char* next;
 
+  // Bytes that ``take`` uses.
+  template <class T>
+  static int64_t room(int64_t count) {
+    return parts(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
+  }
+
   template <class T>
   T* take(int64_t count) {
     T* here = reinterpret_cast<T*>(next);
-    next += parts(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
+    next += room<T>(count);
     return here;
   }
 };
@@ -153,7 +159,7 @@ inline int thread_count(const kvw_scoring& a, int64_t items) {
 
 inline const char* key_row(const kvw_scoring& a, int64_t batch, int64_t head, int64_t key) {
   return static_cast<const char*>(a.k) +
-     (batch * a.k_strides[0] + head * a.k_strides[1] + key * a.k_strides[2]) * size_of(a.k_dtype);
+         (batch * a.k_strides[0] + head * a.k_strides[1] + key * a.k_strides[2]) * size_of(a.k_dtype);
 }
 
 inline const int32_t* key_places(const kvw_scoring& a, int64_t batch, int64_t head, int64_t key) {
@@ -161,40 +167,45 @@ inline const int32_t* key_places(const kvw_scoring& a, int64_t batch, int64_t he
 }
 
 inline void fill_blocks(const kvw_scoring& a, int64_t batch, int64_t head, int64_t start, int64_t stop,
-               KeyBlock* blocks) {
+                        KeyBlock* blocks) {
   for (int64_t key = start; key < stop; key += KEYS)
     blocks[(key - start) / KEYS].fill(key_places(a, batch, head, key), stop - key);
 }
 
-// KEYS rows of k from one key on; the last block's are copied, so that nothing beyond it is read.
-inline const char* key_rows(const kvw_scoring& a, int64_t batch, int64_t head, int64_t key, char* spare,
-                 int64_t* stride) {
-  const char* rows = key_row(a, batch, head, key);
-  const int64_t size = size_of(a.k_dtype), count = a.keys - key;
-  *stride = a.k_strides[2] * size;
-  if (count >= KEYS) return rows;
-  memset(spare, 0, static_cast<size_t>(KEYS * a.dim * size));
-  for (int64_t i = 0; i < count; i++) memcpy(spare + i * a.dim * size, rows + i * *stride, static_cast<size_t>(a.dim * size));
-  *stride = a.dim * size;
-  return spare;
+// Keys [start, stop) as rows at an even distance, padded with zeros to whole blocks of KEYS. They are copied where they
+// are no such rows, or lie so far apart, with other heads' between them, that they share the few sets of a cache.
+inline const char* key_rows(const kvw_scoring& a, int64_t batch, int64_t head, int64_t start, int64_t stop, char* copy,
+                            int64_t* stride) {
+  const char* rows = key_row(a, batch, head, start);
+  const int64_t size = a.dim * size_of(a.k_dtype), apart = a.k_strides[2] * size_of(a.k_dtype), count = stop - start;
+  *stride = size;
+  if (apart == size && count % KEYS == 0) return rows;
+  for (int64_t i = 0; i < count; i++) memcpy(copy + i * size, rows + i * apart, static_cast<size_t>(size));
+  memset(copy + count * size, 0, static_cast<size_t>((parts(count, KEYS) * KEYS - count) * size));
+  return copy;
 }
 
-// Keys of a panel: fewer than PANEL where threads would go without work.
-inline int64_t panel_size(const kvw_scoring& a) {
-  const int64_t share = a.threads < 2 ? PANEL : a.keys * a.batch * a.kv_heads / (8 * int64_t{a.threads});
-  return parts(most(8 * KEYS, least(PANEL, share)), KEYS) * KEYS;
+// How many keys a panel holds, whole blocks of them.
+inline int64_t panel_keys(const kvw_scoring& a) {
+  const int64_t keys = most(PANEL / (a.dim * size_of(a.k_dtype) + LANES * 4), 8 * KEYS);
+  return parts(least(keys, a.keys), KEYS) * KEYS;
+}
+
+// The same, or fewer where threads would go without work.
+inline int64_t shared_panel_keys(const kvw_scoring& a) {
+  const int64_t share = a.threads < 2 ? a.keys : a.keys * a.batch * a.kv_heads / (8 * int64_t{a.threads});
+  return least(panel_keys(a), parts(most(8 * KEYS, share), KEYS) * KEYS);
 }
 
 template <class Kernel>
 int32_t run_column_sums(const kvw_scoring& a) {
   constexpr int CHUNK = Kernel::CHUNK;
-  const int64_t panel = panel_size(a), panels = parts(a.keys, panel), heads = a.batch * a.kv_heads;
+  const int64_t panel = shared_panel_keys(a), panels = parts(a.keys, panel), heads = a.batch * a.kv_heads;
   const int64_t items = panels * heads, columns = a.group * a.queries;
   const int threads = thread_count(a, items);
-  const int64_t bytes = parts(panel * LANES * 4 + panel / KEYS * static_cast<int64_t>(sizeof(KeyBlock)) +
-                  static_cast<int64_t>(sizeof(Columns<CHUNK>)) + KEYS * a.dim * 4 +
-                  Kernel::bytes(a, 1) + 64 * 8,
-                64) * 64;
+  const int64_t bytes = Arena::room<float>(panel * LANES) + Arena::room<KeyBlock>(panel / KEYS) +
+                        Arena::room<Columns<CHUNK>>(1) + Arena::room<char>(panel * a.dim * size_of(a.k_dtype)) +
+                        Kernel::bytes(a, 1);
   char* memory = static_cast<char*>(aligned_alloc(64, static_cast<size_t>(bytes * threads)));
   if (memory == nullptr) return KVW_NOT_SERVED;
 #pragma omp parallel num_threads(threads)
@@ -202,14 +213,16 @@ int32_t run_column_sums(const kvw_scoring& a) {
     Arena arena{memory + bytes * thread_index()};
     float* sums = arena.take<float>(panel * LANES);
     KeyBlock* blocks = arena.take<KeyBlock>(panel / KEYS);
-    Columns<CHUNK> *chunk = arena.take<Columns<CHUNK>>(1);
-    char* spare = arena.take<char>(KEYS * a.dim * 4);
+    Columns<CHUNK>* chunk = arena.take<Columns<CHUNK>>(1);
+    char* copy = arena.take<char>(panel * a.dim * size_of(a.k_dtype));
     Kernel kernel(a, arena, 1);
     // The first panels are seen by the most queries, so the longest items come first.
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < items; item++) {
       const int64_t start = item / heads * panel, stop = least(start + panel, a.keys);
       const int64_t batch = item % heads / a.kv_heads, head = item % a.kv_heads, count = parts(stop - start, KEYS);
+      int64_t stride;
+      const char* rows = key_rows(a, batch, head, start, stop, copy, &stride);
       fill_blocks(a, batch, head, start, stop, blocks);
       memset(sums, 0, static_cast<size_t>(count * KEYS * LANES * 4));
       for (int64_t column = 0; column < columns; column += CHUNK) {
@@ -217,9 +230,7 @@ int32_t run_column_sums(const kvw_scoring& a) {
         if (!chunk->sees(blocks, count)) continue;
         kernel.pack(*chunk, 0);
         for (int64_t i = 0; i < count; i++) {
-          int64_t stride;
-          const char* rows = key_rows(a, batch, head, start + i * KEYS, spare, &stride);
-          kernel.add_sums(*chunk, blocks[i], rows, stride, sums + i * KEYS * LANES);
+          kernel.add_sums(*chunk, blocks[i], rows + i * KEYS * stride, stride, sums + i * KEYS * LANES);
         }
         kernel.finish_sums();
       }
@@ -246,8 +257,8 @@ struct alignas(64) Tops {
 
 // Writes the log-sum-exp of a chunk's columns over the parts into which the keys were split.
 template <int CHUNK>
-void write_log_sum_exp(const kvw_scoring& a, const Columns<CHUNK> &chunk, const Tops<CHUNK> *tops,
-               int64_t splits, int64_t apart, int64_t pair) {
+void write_log_sum_exp(const kvw_scoring& a, const Columns<CHUNK>& chunk, const Tops<CHUNK>* tops,
+                       int64_t splits, int64_t apart, int64_t pair) {
   float* out = a.out + pair * a.group * a.queries;
   for (int j = 0; j < chunk.pairs * PAIR; j++) {
     if (chunk.index[j] < 0) continue;
@@ -269,14 +280,12 @@ int32_t run_log_sum_exp(const kvw_scoring& a) {
   const int64_t columns = a.group * a.queries, heads = a.batch * a.kv_heads;
   const int64_t chunks = parts(columns, CHUNK), turns = parts(chunks, TURN);
   const int64_t split = columns >= MANY ? most(a.keys, 1) : SPLIT, splits = most(1, parts(a.keys, split));
-  const int64_t panel = parts(least(PANEL, split), KEYS) * KEYS, items = heads * turns * splits;
+  const int64_t panel = least(panel_keys(a), parts(split, KEYS) * KEYS), items = heads * turns * splits;
   const int threads = thread_count(a, items);
-  const int64_t bytes = parts(panel / KEYS * static_cast<int64_t>(sizeof(KeyBlock)) +
-                  TURN * static_cast<int64_t>(sizeof(Chunk)) + KEYS * a.dim * 4 +
-                  Kernel::bytes(a, TURN) + 64 * 8,
-                64) * 64;
+  const int64_t bytes = Arena::room<KeyBlock>(panel / KEYS) + Arena::room<Chunk>(TURN) +
+                        Arena::room<char>(panel * a.dim * size_of(a.k_dtype)) + Kernel::bytes(a, TURN);
   const int64_t partial = heads * splits * chunks * static_cast<int64_t>(sizeof(Top));
-  char* memory = static_cast<char*>(aligned_alloc(64, static_cast<size_t>(parts(partial + bytes * threads, 64) * 64)));
+  char* memory = static_cast<char*>(aligned_alloc(64, static_cast<size_t>(partial + bytes * threads)));
   if (memory == nullptr) return KVW_NOT_SERVED;
   Top* tops = reinterpret_cast<Top*>(memory);
 #pragma omp parallel num_threads(threads)
@@ -284,7 +293,7 @@ int32_t run_log_sum_exp(const kvw_scoring& a) {
     Arena arena{memory + partial + bytes * thread_index()};
     KeyBlock* blocks = arena.take<KeyBlock>(panel / KEYS);
     Chunk* own = arena.take<Chunk>(TURN);
-    char* spare = arena.take<char>(KEYS * a.dim * 4);
+    char* copy = arena.take<char>(panel * a.dim * size_of(a.k_dtype));
     Kernel kernel(a, arena, TURN);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < items; item++) {
@@ -304,12 +313,12 @@ int32_t run_log_sum_exp(const kvw_scoring& a) {
       const int64_t end = least((part + 1) * split, a.keys);
       for (int64_t start = part * split; start < end; start += panel) {
         const int64_t stop = least(start + panel, end), size = parts(stop - start, KEYS);
+        int64_t stride;
+        const char* rows = key_rows(a, batch, head, start, stop, copy, &stride);
         fill_blocks(a, batch, head, start, stop, blocks);
         for (int c = 0; c < count; c++) {
           for (int64_t i = 0; i < size; i++) {
-            int64_t stride;
-            const char* rows = key_rows(a, batch, head, start + i * KEYS, spare, &stride);
-            kernel.add_tops(own[c], c, blocks[i], rows, stride, top[c]);
+            kernel.add_tops(own[c], c, blocks[i], rows + i * KEYS * stride, stride, top[c]);
           }
         }
       }

@@ -125,17 +125,18 @@ struct Kernel {
   float factor;    // on a product, to give log2(e) * logit
 
   static int64_t bytes(const kvw_scoring& a, int64_t turns) {
-    return (turns * CHUNK * a.dim + KEYS * a.dim + KEYS * PAIR) * 4 + 64 * 4;
+    return Arena::room<float>(turns * CHUNK * a.dim) + Arena::room<float>(KEYS * a.dim) +
+           Arena::room<float>(KEYS * PAIR);
   }
 
   Kernel(const kvw_scoring& args, Arena& arena, int64_t turns)
-    : a(args),
-     queries(arena.take<float>(turns * CHUNK * args.dim)),
-     keys(arena.take<float>(KEYS * args.dim)),
-     logits(arena.take<float>(KEYS * PAIR)),
-     factor(args.softcap > 0.0f ? 1.0f : args.scale * LOG2E) {}
+      : a(args),
+        queries(arena.take<float>(turns * CHUNK * args.dim)),
+        keys(arena.take<float>(KEYS * args.dim)),
+        logits(arena.take<float>(KEYS * PAIR)),
+        factor(args.softcap > 0.0f ? 1.0f : args.scale * LOG2E) {}
 
-  void pack(const Columns<CHUNK> &chunk, int turn) {
+  void pack(const Columns<CHUNK>& chunk, int turn) {
     float* row = keys;  // not in use yet
     for (int j = 0; j < chunk.pairs * PAIR; j++) {
       if (chunk.query[j] == nullptr) {
@@ -152,7 +153,7 @@ struct Kernel {
     for (int i = 0; i < KEYS; i++) widen(rows + i * stride, a.k_dtype, a.dim, keys + i * a.dim);
   }
 
-  void multiply(const Columns<CHUNK> &chunk, int turn, int pair) {
+  void multiply(const Columns<CHUNK>& chunk, int turn, int pair) {
     for (int half = 0; half < PAIR; half += SPAN) {
       const float* q = queries + (turn * CHUNK + pair * PAIR + half) * a.dim;
       for (int i = 0; i < KEYS; i += ROWS) {
@@ -172,7 +173,7 @@ struct Kernel {
     if (a.softcap > 0.0f) cap(chunk, pair);
   }
 
-  void cap(const Columns<CHUNK> &chunk, int pair) {
+  void cap(const Columns<CHUNK>& chunk, int pair) {
     const floats inner = all(a.scale / a.softcap), outer = all(a.softcap * LOG2E), one = all(1.0f / a.softcap);
     for (int i = 0; i < KEYS; i++) {
       for (int j = 0; j < PAIR; j += WIDTH) {
@@ -183,12 +184,12 @@ struct Kernel {
   }
 
   // Where lanes are of columns that see the key.
-  ints visible(const Columns<CHUNK> &chunk, int column, const KeyBlock& block, int i) const {
+  ints visible(const Columns<CHUNK>& chunk, int column, const KeyBlock& block, int i) const {
     const ints where = all(block.where[i]);
     return (load(chunk.last + column) >= where) & (load(chunk.before + column) < where);
   }
 
-  void add_sums(const Columns<CHUNK> &chunk, const KeyBlock& block, const char* rows, int64_t stride, float* sums) {
+  void add_sums(const Columns<CHUNK>& chunk, const KeyBlock& block, const char* rows, int64_t stride, float* sums) {
     bool ready = false;
     for (int pair = 0; pair < chunk.pairs; pair++) {
       if (chunk.sight(pair, block) == HIDDEN) continue;
@@ -210,8 +211,8 @@ struct Kernel {
 
   void finish_sums() {}
 
-  void add_tops(const Columns<CHUNK> &chunk, int turn, const KeyBlock& block, const char* rows, int64_t stride,
-         Tops<CHUNK> &tops) {
+  void add_tops(const Columns<CHUNK>& chunk, int turn, const KeyBlock& block, const char* rows, int64_t stride,
+         Tops<CHUNK>& tops) {
     bool ready = false;
     for (int pair = 0; pair < chunk.pairs; pair++) {
       if (chunk.sight(pair, block) == HIDDEN) continue;
