@@ -53,7 +53,7 @@ def held(cache: LayerCache, row: int) -> list[list[int]]:
 def test_rows_of_a_stream_are_caches_of_their_own(name: str, dtype: str, stream: list[Any], first: int) -> None:
     policy = parse(FULL_WIDTH[name])
     budget = policy.limit if isinstance(policy.limit, int) else None
-    # Native kernels weigh quantised values in fixed point, whose unit goes by a block of slots: those of a fork lie apart.
+    # Native kernels weigh quantised values in fixed point, whose unit goes by a block of slots, and a fork's lie apart.
     allowed = 1e-4 if dtype == "fp32" else 2e-3
 
     def new_cache() -> LayerCache:

@@ -1,4 +1,4 @@
-"""Attention of a few queries over slots: the native kernels against float64 on the same stored values, at every level."""
+"""Attention of a few queries over slots: native kernels against float64 on the same stored values, at every level."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
 
 def stored(spec: str, shape: tuple[int, int, int, int], *, exact: int, keys: bool, seed: int) -> Vectors:
     """Random vectors (B, Hkv, S, D), some channels of which are much larger than others, in a codec's form."""
-    batch, heads, slots, dim = shape
+    batch, heads, slots, _ = shape
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x[..., :2] *= 4
@@ -142,7 +142,7 @@ def test_every_format_of_keys_meets_every_format_of_values(each_level: int, key:
 
 @pytest.mark.parametrize("spec", ["bf16", "int8", "int4", "fp4"])
 def test_a_long_tail_of_small_weights_is_not_lost(each_level: int, spec: str) -> None:
-    """One slot with half of the weight, and thousands that share the rest: fixed point must not round them to nothing."""
+    """One slot has half of the weight, and thousands share the rest: fixed point must not round them to nothing."""
     count, dim = 20_000, 64
     keys = stored(spec, (1, 1, count, dim), exact=0, keys=False, seed=1)
     values = stored(spec, (1, 1, count, dim), exact=0, keys=False, seed=2)

@@ -131,7 +131,7 @@ def _kind(side: Vectors, codes: Tensor) -> int | None:
     return _FP4.get(codec.style) if codec.name == "fp4" else _CODES.get(codec.name)
 
 
-def _attend(
+def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensors and numbers, no objects
     q: Tensor,
     shift: Tensor | None,
     positions: Tensor,
@@ -180,7 +180,7 @@ def _place(tensor: Tensor | None) -> int:
 
 
 def _packed(tensors: list[Tensor], layout: list[int]) -> tuple[bytes, int] | None:
-    """The segments as native/decode.h has them, and how many; None if the slots of a head are not next to each other."""
+    """The segments as native/decode.h has them, and how many; None if a head's slots are not next to each other."""
     sides: list[list[bytes]] = [[], []]
     counts: list[list[int]] = [[], []]
     at, half = 0, len(layout) // 2
@@ -217,7 +217,7 @@ def _packed(tensors: list[Tensor], layout: list[int]) -> tuple[bytes, int] | Non
 
 
 @torch.library.custom_op("kvwinnow::attend_slots", mutates_args=(), device_types="cpu")
-def attend_slots(
+def attend_slots(  # noqa: PLR0913, PLR0917
     q: Tensor,
     shift: Tensor | None,
     positions: Tensor,
@@ -242,7 +242,7 @@ def attend_slots(
 
 
 @attend_slots.register_fake
-def _(
+def _(  # noqa: PLR0913, PLR0917
     q: Tensor,
     shift: Tensor | None,
     positions: Tensor,
