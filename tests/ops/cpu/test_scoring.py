@@ -242,6 +242,18 @@ def test_weights_too_small_for_float32_are_none(name: str, dtype: torch.dtype) -
         assert not ((sums > 0) & (sums < torch.finfo(torch.float32).tiny)).any()
 
 
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hidden_keys_may_match_much_better_than_visible_ones(name: str, dtype: torch.dtype) -> None:
+    """Their weights, if they had any, would be no floats."""
+    torch.manual_seed(0)
+    inputs = made(dtype=dtype, dim=64, group=2, queries=70, keys=90)
+    inputs.q[:] = inputs.q[:, :, :1].clone()
+    inputs.k[:, :, 40:] = 40 * inputs.q[:, :1, :1]
+    inputs.query_positions[:] = torch.arange(70) % 40  # blocks of 32 hold keys of both kinds
+    check(inputs, name)
+
+
 def test_the_process_keeps_denormal_numbers() -> None:
     inputs = made(dtype=torch.bfloat16, dim=64, queries=40, keys=300)
     inputs.sums(inputs.log_sum_exp())

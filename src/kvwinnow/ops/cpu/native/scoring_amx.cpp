@@ -31,20 +31,35 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// 2^x within 2e-7 for LEAST <= x <= 127; what is less counts as LEAST.
+// Bits of 2^(i/16), less what i itself leaves in them when n below is moved to the exponent's place.
+alignas(64) const uint32_t POWERS[LANES] = {
+    0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
+    0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
+
+// 2^x = power * rest for LEAST <= x <= 127, within 5e-7; what is less counts as LEAST. With n/16 next to x, power is
+// 2^(n/16), from the table, and rest is 2^(x - n/16), from a square. A polynomial of x less an integer takes longer.
+struct Exp2 {
+  __m512 power, rest;
+
+  explicit Exp2(__m512 x) {
+    const __m512 round = _mm512_set1_ps(786432.0f);  // 1.5 * 2^19: adding it rounds to 1/16
+    x = _mm512_max_ps(x, _mm512_set1_ps(LEAST));
+    const __m512 shifted = _mm512_add_ps(x, round);
+    const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, round));
+    const __m512i n = _mm512_castps_si512(shifted);
+    const __m512i bits = _mm512_permutexvar_epi32(n, _mm512_load_si512(POWERS));
+    power = _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_slli_epi32(n, 19)));
+    const __m512 slope = _mm512_fmadd_ps(_mm512_set1_ps(0.24022643f), f, _mm512_set1_ps(0.69318772f));
+    rest = _mm512_fmadd_ps(slope, f, _mm512_set1_ps(1.0f));
+  }
+};
+
 inline __m512 exp2_of(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(LEAST));
-  const __m512 f = _mm512_reduce_ps(x, 0x09);  // what is left of x above the next lower integer
-  __m512 p = _mm512_set1_ps(0.0018775767f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0089893403f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.055826318f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.24015362f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69315307f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.99999993f));
-  return _mm512_scalef_ps(p, x);
+  const Exp2 y(x);
+  return _mm512_mul_ps(y.power, y.rest);
 }
 
-// tanh x within 2e-7.
+// tanh x within 5e-7.
 inline __m512 tanh_of(__m512 x) {
   const __m512 one = _mm512_set1_ps(1.0f), sign = _mm512_set1_ps(-0.0f);
   const __m512 e = exp2_of(_mm512_mul_ps(_mm512_andnot_ps(sign, x), _mm512_set1_ps(-2.0f * LOG2E)));
@@ -112,14 +127,15 @@ struct Exponentials {
     if (SIGHT == HIDDEN) return;
     for (int64_t i = start; i < stop; i++) {
       const float* row = p.logits + i * PAIR;
-      __m512 x = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
-      __m512 y = exp2_of(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
-      if (SIGHT == MASKED) {
-        x = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x);
-        y = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y);
+      Exp2 x(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
+      Exp2 y(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
+      if (SIGHT == MASKED) {  // the power of what is hidden may be no number
+        x.power = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x.power);
+        y.power = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y.power);
       }
       float* sum = p.sums + i * LANES;
-      _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(x, y)));
+      const __m512 more = _mm512_fmadd_ps(x.power, x.rest, _mm512_load_ps(sum));
+      _mm512_store_ps(sum, _mm512_fmadd_ps(y.power, y.rest, more));
     }
   }
 };
