@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvwinnow import H2O, CompressedCache, Full, KvwinnowError, SnapKV, StreamingLLM
-from kvwinnow.errors import CacheStateError, CodecError, PolicyError, UnsupportedModelError
+from kvwinnow.errors import CacheStateError, CodecError, PolicyError, UnsupportedModelError, UnsupportedSetupError
 from tests.models import tiny_model, tiny_tokens
 from tests.running import CACHE, logits, text
 
@@ -388,3 +388,14 @@ def test_generation_beyond_the_trained_length_warns_once() -> None:
     with pytest.warns(UserWarning, match="32 tokens") as caught:
         text(model, ids_of(30), cache=cache)
     assert len([warning for warning in caught if "trained" in str(warning.message)]) == 1
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+
+def test_instructions_that_are_no_level_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setenv("KVWINNOW_CPU_LEVEL", "fast")
+    with pytest.raises(KvwinnowError) as error:
+        CompressedCache(model, "full")
+    check(error, UnsupportedSetupError, "KVWINNOW_CPU_LEVEL='fast'", "portable, avx2, avx512, amx, or off")

@@ -170,6 +170,13 @@ def test_what_is_not_tested_is_refused(change: dict[str, Any], says: str) -> Non
         check_config(configuration(**change))
 
 
+def test_instructions_that_are_no_level_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_config(configuration())
+    monkeypatch.setenv("KVWINNOW_CPU_LEVEL", "fast")
+    with pytest.raises(UnsupportedSetupError, match="'fast' is no level"):
+        check_config(configuration())
+
+
 @pytest.mark.parametrize(
     ("attribute", "says"),
     [("alibi_slopes", "ALiBi"), ("sinks", "sinks in the softmax"), ("kv_sharing_target_layer_name", "another layer's")],

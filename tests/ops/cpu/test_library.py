@@ -82,6 +82,10 @@ def test_off_means_torch(afresh: pytest.MonkeyPatch) -> None:
     afresh.setenv(level.VARIABLE, "off")
     assert level.current() is None
     assert report().backend == "torch"
+
+
+def test_doctor_tells_off_from_a_library_that_is_missing(native: library.Library, afresh: pytest.MonkeyPatch) -> None:
+    afresh.setenv(level.VARIABLE, "off")
     assert report().why == "KVWINNOW_CPU_LEVEL=off"
 
 

@@ -31,6 +31,7 @@ from kvwinnow.integrations.transformers.rope import find_ropes, lone_token
 from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.ops import Rope, Variant
+from kvwinnow.ops.cpu import level
 from kvwinnow.policies import Phase, Policy, SlidingWindow, WholeBlocks, parse
 from kvwinnow.statistics import Kind
 
@@ -58,6 +59,7 @@ class CompressedCache(CacheInterface):
         UnsupportedModelError: the model's structure is not served.
         PolicyError: the policy is unknown or contradicts itself.
         CodecError: the dtype is unknown, does not fit the head dimension, or is given twice.
+        UnsupportedSetupError: KVWINNOW_CPU_LEVEL or KVWINNOW_CPU_LIBRARY asks for what is not there.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class CompressedCache(CacheInterface):
         ropes: list[Rope | None],
     ) -> None:
         """Become an empty cache, of parts that are known to fit."""
+        level.current()  # instructions that are asked for and not there are refused now, not in the middle of a prompt
         self.structure, self.policy, self.follows = structure, policy, follows
         self.k_codec, self.v_codec = codecs
         self.exact = exact_slots(policy)

@@ -10,6 +10,7 @@ from packaging.version import Version
 from kvwinnow.errors import UnsupportedSetupError
 from kvwinnow.integrations.vllm.plan import most_held
 from kvwinnow.integrations.vllm.settings import Settings, terms_of
+from kvwinnow.ops.cpu import level
 
 OLDEST, NEWEST = Version("0.28"), Version("0.32")
 """Versions of vLLM, by their first two numbers, that the tests have run with."""
@@ -60,6 +61,7 @@ def check_config(config: Any) -> None:
     Raises:
         UnsupportedSetupError: the first thing found that is not served.
     """
+    level.current()  # nor with instructions that are not there: kernels would refuse in the middle of a prompt
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config if model is not None else None
     types = set(getattr(text, "layer_types", None) or ["full_attention"])

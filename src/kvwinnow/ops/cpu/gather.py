@@ -42,11 +42,19 @@ def gather_rows(source: Tensor, index: Tensor, slots: int, fill: float) -> Tenso
     if level is None or index.dtype is not torch.int64 or (source.ndim == 4 and source.stride(3) != 1):
         return moved(source, slots, index, fill)
     count = min(index.shape[2], slots)
-    index = index[:, :, :count].contiguous()
     out = source.new_empty((*source.shape[:2], slots, *source.shape[3:]))
     out[:, :, count:] = fill
-    size = source.element_size()
-    served = _KERNEL(
+    served = gather_into(out[:, :, :count], source, index[:, :, :count], level)
+    return out if served else moved(source, slots, index, fill)
+
+
+def gather_into(out: Tensor, source: Tensor, index: Tensor, level: int) -> bool:
+    """Write rows ``index`` (B, Hkv, k) of ``source`` into ``out`` (B, Hkv, k, ...); False if an index is none of a row.
+
+    The elements of a row lie side by side in both.
+    """
+    size, index = source.element_size(), index.contiguous()
+    return _KERNEL(
         level,
         source.data_ptr(),
         *(stride * size for stride in source.stride()[:3]),
@@ -54,12 +62,10 @@ def gather_rows(source: Tensor, index: Tensor, slots: int, fill: float) -> Tenso
         index.data_ptr(),
         out.data_ptr(),
         *(stride * size for stride in out.stride()[:3]),
-        *out.shape[:2],
-        count,
+        *out.shape[:3],
         size * (source.shape[3] if source.ndim == 4 else 1),
         threads(),
     )
-    return out if served else moved(source, slots, index, fill)
 
 
 @gather_rows.register_fake

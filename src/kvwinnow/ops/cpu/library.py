@@ -74,7 +74,7 @@ def load() -> Library | Absent:
     """
     named = os.environ.get(VARIABLE)
     if named:
-        found = _checked(Path(named))
+        found = _checked(Path(named).absolute())  # a bare name would be looked for among the system's
         if isinstance(found, Absent):
             raise UnsupportedSetupError(f"{VARIABLE} cannot be followed: {found.reason}; unset it")
         return found

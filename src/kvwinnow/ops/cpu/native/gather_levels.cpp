@@ -8,14 +8,14 @@
 namespace KVW_NS {
 namespace {
 
-constexpr int64_t kRows = 512;       // of one head, one piece of work
-constexpr int64_t kAhead = 16;       // rows; memory answers in about as long as these take to copy
-constexpr int64_t kLine = 64;
-constexpr int64_t kAlone = 1 << 18;  // bytes that are not worth a second thread
+constexpr int64_t kRows = 512;        // of one head, one piece of work
+constexpr int64_t kLine = 64;         // bytes
+constexpr int64_t kFlight = 4096;     // bytes on their way from memory while others are copied; 16 to 64 rows
+constexpr int64_t kAlone = 1 << 18;   // bytes that are not worth a second thread
 constexpr int64_t kStream = 1 << 21;  // bytes of output that would push more out of the caches than they are worth
 
-inline void fetch(const char* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, 0, 3);
+inline void fetch(uintptr_t row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(reinterpret_cast<const char*>(row + uintptr_t(at)));
 }
 
 // Without reading the lines that are overwritten. Rows and their places are multiples of kVector.
@@ -62,16 +62,19 @@ struct Fixed {
   void operator()(char* to, const char* from) const { memcpy(to, from, N); }
 };
 
-// Rows [first, last) of one head; false if an index is none of a row.
+// Rows [first, last) of one head; false if an index is none of a row. Memory answers in about as long as it takes to copy
+// ``ahead`` rows.
 template <class Copy>
-bool piece(const Gather& g, int64_t b, int64_t h, int64_t first, int64_t last, Copy copy) {
+bool piece(const Gather& g, int64_t b, int64_t h, int64_t first, int64_t last, int64_t ahead, Copy copy) {
   const char* src = g.src + b * g.src_batch + h * g.src_head;
   char* dst = g.dst + b * g.dst_batch + h * g.dst_head;
   const int64_t* index = g.index + (b * g.heads + h) * g.keep;
+  bool wrong = false;
+  for (int64_t i = first; i < last; ++i) wrong |= uint64_t(index[i]) >= uint64_t(g.src_rows);
+  if (wrong) return false;
   for (int64_t i = first; i < last; ++i) {
-    const int64_t next = index[i + kAhead < g.keep ? i + kAhead : i];
-    if (next >= 0 && next < g.src_rows) fetch(src + next * g.src_row, g.bytes);
-    if (index[i] < 0 || index[i] >= g.src_rows) return false;
+    const int64_t next = index[i + ahead < g.keep ? i + ahead : i];
+    fetch(uintptr_t(src) + uintptr_t(next) * uintptr_t(g.src_row), g.bytes);  // an address that is none does no harm
     copy(dst + i * g.dst_row, src + index[i] * g.src_row);
   }
   finish();
@@ -82,12 +85,13 @@ template <class Copy>
 int32_t run(const Gather& g, int32_t threads, Copy copy) {
   const int64_t pieces = (g.keep + kRows - 1) / kRows, all = g.batch * g.heads * pieces;
   int32_t wrong = 0;
+  const int64_t ahead = g.bytes <= kFlight / 64 ? 64 : g.bytes >= kFlight / 16 ? 16 : kFlight / g.bytes;
   if (g.batch * g.heads * g.keep * g.bytes < kAlone) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(| : wrong)
   for (int64_t work = 0; work < all; ++work) {
     const int64_t first = work % pieces * kRows, last = first + kRows < g.keep ? first + kRows : g.keep;
     const int64_t head = work / pieces;
-    wrong |= !piece(g, head / g.heads, head % g.heads, first, last, copy);
+    wrong |= !piece(g, head / g.heads, head % g.heads, first, last, ahead, copy);
   }
   (void)threads;
   return wrong ? KVW_NOT_SERVED : KVW_SERVED;
