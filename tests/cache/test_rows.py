@@ -53,8 +53,6 @@ def held(cache: LayerCache, row: int) -> list[list[int]]:
 def test_rows_of_a_stream_are_caches_of_their_own(name: str, dtype: str, stream: list[Any], first: int) -> None:
     policy = parse(FULL_WIDTH[name])
     budget = policy.limit if isinstance(policy.limit, int) else None
-    # Native kernels weigh quantised values in fixed point, whose unit goes by a block of slots, and a fork's lie apart.
-    allowed = 1e-4 if dtype == "fp32" else 2e-3
 
     def new_cache() -> LayerCache:
         return LayerCache(policy, parse_codec(dtype), parse_codec(dtype), exact=4, rope=plain_rope(DIM))
@@ -73,7 +71,7 @@ def test_rows_of_a_stream_are_caches_of_their_own(name: str, dtype: str, stream:
         out = feed(together, qkv, [seen] * len(alone), [budget] * len(alone))
         for row, cache in enumerate(alone):
             own = feed(cache, [x[row : row + 1] for x in qkv], [seen], [budget])
-            torch.testing.assert_close(out[row : row + 1], own, rtol=1e-4, atol=allowed)
+            torch.testing.assert_close(out[row : row + 1], own, rtol=1e-4, atol=1e-4)
             assert held(together, row) == held(cache, 0)
             assert together.kept[row] == cache.kept[0]
         seen += value

@@ -70,20 +70,23 @@ static void multiply_wide_keys(const Rows& x, int n, WideKeys& keys) {
   }
 }
 
-static void collect_wide_keys(int n, const WideKeys& keys, int rows, float (*logits)[BLOCK]) {
-  const float unit[ROWS] = {1, 1, 1, 1, 1, 1, 1, 1};
-  for (int t = 0; t < n; t += 16) {
-    const auto slot = [&](int i) {
-      const float* sums = keys.sums[t / 16][i];
-      return _mm256_add_ps(_mm256_load_ps(sums), _mm256_load_ps(sums + ROWS));
-    };
-    __m512 z[8];
-    for (int i = 0; i < 4; i++) {
-      z[i] = _mm512_insertf32x8(_mm512_castps256_ps512(slot(i)), slot(i + 4), 1);
-      z[4 + i] = _mm512_insertf32x8(_mm512_castps256_ps512(slot(8 + i)), slot(12 + i), 1);
+void collect_wide_keys(int n, const WideKeys& keys, int rows, float (*logits)[BLOCK]) {
+  const float unit[SHARE] = {1, 1, 1, 1};
+  for (int t = 0; t < n; t += 16)
+    for (int first = 0; first < rows; first += SHARE) {
+      const auto four = [&](int slot) {
+        const float* sums = keys.sums[t / 16][slot] + first;
+        return _mm_add_ps(_mm_load_ps(sums), _mm_load_ps(sums + ROWS));
+      };
+      __m512 y[4];
+      for (int j = 0; j < 4; j++) {
+        y[j] = _mm512_castps128_ps512(four(j));
+        y[j] = _mm512_insertf32x4(y[j], four(4 + j), 1);
+        y[j] = _mm512_insertf32x4(y[j], four(8 + j), 2);
+        y[j] = _mm512_insertf32x4(y[j], four(12 + j), 3);
+      }
+      turn(y, rows - first < SHARE ? rows - first : SHARE, unit, (float(*)[BLOCK])(logits[first] + t));
     }
-    turn(z, rows, unit, (float(*)[BLOCK])(logits[0] + t));
-  }
 }
 
 struct WideValues {

@@ -137,6 +137,7 @@ struct Steps {
   void (*multiply_values)(const Rows&, int, int, const float*, Workspace&);
   void (*collect_values)(int, int, Workspace&);
   void (*write_values)(const Place&, int, Workspace&);
+  int (*weight_rows)(int);
 };
 
 static const Steps& in_floats() {
@@ -155,6 +156,7 @@ static const Steps& in_floats() {
       },
       [](int, int, Workspace&) {},
       [](const Place&, int, Workspace&) {},
+      [](int) { return 1; },
   };
   return steps;
 }
@@ -169,7 +171,7 @@ static const Steps& in_integers() {
         return true;
       },
       [](const Rows& x, int n, Workspace& w) { expand_keys<KIND>(x, n, w.key_pieces, w.keys); },
-      [](const Rows& x, int n, int, Workspace& w) { multiply_keys<KIND>(x, n, w.key_pieces, w.keys); },
+      [](const Rows& x, int n, int rows, Workspace& w) { multiply_keys<KIND>(x, n, w.key_pieces, rows, w.keys); },
       [](const Rows& x, int n, int rows, Workspace& w) {
         collect_keys<KIND>(x, n, w.key_pieces, w.keys, rows, w.logits);
       },
@@ -185,6 +187,7 @@ static const Steps& in_integers() {
       [](const Place& x, int rows, Workspace& w) {
         w.values.write(w.mix[0], MAX_DIM, rows, x.group, w.value_pieces);
       },
+      [](int rows) { return PLANES * share_of(rows); },
   };
   return steps;
 }
@@ -211,6 +214,7 @@ static const Steps& in_bfloat16() {
       },
       [](int dim, int rows, Workspace& w) { collect_wide_values(dim, rows, w.wide_values); },
       [](const Place& x, int rows, Workspace& w) { w.wide_values.write(w.mix[0], MAX_DIM, rows, x.dim); },
+      [](int rows) { return 2 * rows; },
   };
   return steps;
 }
@@ -262,7 +266,7 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
     store(partial.total[r], F16{});
   }
 #if KVW_LEVEL >= 2
-  shape_tiles(rows);
+  shape_tiles(of_values->weight_rows(rows));
 #endif
   const int32_t* positions = call.positions + b * call.positions_batch + h * call.positions_head + segment.first;
   const I16 lowest = I16{} + (call.lowest ? call.lowest[head] : -1);

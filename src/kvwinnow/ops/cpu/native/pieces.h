@@ -13,7 +13,7 @@ using namespace kvw;
 constexpr int PIECE = 64;
 constexpr int MAX_PIECES = MAX_DIM / (PIECE / 2);  // bfloat16 has 32 elements in a piece
 constexpr int MAX_TERMS = MAX_GROUPS + MAX_PIECES;
-constexpr int COLUMNS = 2 * ROWS;
+constexpr int COLUMNS = 2 * ROWS;  // of bfloat16 queries: high and low
 
 // Which elements a vector's pieces hold, and which products they need.
 struct Pieces {
@@ -119,12 +119,13 @@ struct TileShapes {
   uint16_t bytes[16];
   uint8_t rows[16];
 };
+// ``weights``: rows of a tile of weights.
 // Tiles 0 and 1: sums of 16 x 16; 2 and 3: A and B of keys; 4 and 5: sums over slots; 6 and 7: A and B of values.
-inline void shape_tiles(int rows) {
+inline void shape_tiles(int weights) {
   TileShapes shapes = {};
   shapes.palette = 1;
   for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = 16;
-  for (int i = 4; i < 7; i++) shapes.rows[i] = (uint8_t)(2 * rows);
+  for (int i = 4; i < 7; i++) shapes.rows[i] = (uint8_t)weights;
   _tile_loadconfig(&shapes);
 }
 inline void release_tiles() { _tile_release(); }
