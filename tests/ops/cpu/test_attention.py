@@ -262,3 +262,59 @@ def test_a_graph_sees_one_operator(each_level: int, spec: str) -> None:
     assert direct is not None
     for own, other in zip(attention.attend_slots(*arguments), direct, strict=True):
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("spec", STORED)
+@pytest.mark.parametrize("where", ["queries", "keys", "values"])
+def test_what_overflowed_does_not_look_like_a_result(each_level: int, spec: str, where: str) -> None:
+    """Where what is stored gives NaN or infinity in float64 it does here, and NaN in no other rows."""
+    keys = stored(spec, (1, 2, 150, 64), exact=4, keys=True, seed=1)
+    values = stored(spec, (1, 2, 150, 64), exact=4, keys=False, seed=2)
+    clean, shift = keys.query(torch.randn(1, 2, 5, 64, generator=torch.Generator().manual_seed(3)))
+    positions = torch.arange(150, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    for bad, slot in ((torch.nan, 70), (torch.inf, 70), (torch.nan, 1), (torch.inf, 1)):
+        q, sides = clean.clone(), [copy.deepcopy(keys), copy.deepcopy(values)]
+        new = torch.ones(1, 2, 1, 64)
+        new[:, 1, :, 3] = bad
+        if where == "queries":
+            q[0, 1, 2, 3] = bad
+        else:
+            sides[where == "values"].write_one(torch.full((1, 2, 1), slot), new)
+        case = Case(q, shift, Slots(sides[0], sides[1], positions), Variant(0.125), bound_of(spec))
+        got, want = attention.attend(q, shift, case.slots, case.variant, weigh=True), oracle(case, False)
+        assert got is not None
+        broken = [(~own.isfinite()).any(-1) for own in (got.out, want[0], got.weights, want[2])]
+        assert broken[0][broken[1]].all(), (bad, slot)
+        assert broken[2][broken[3]].all(), (bad, slot)
+        if bad != torch.inf:  # products with infinity go beyond float32, or are no numbers, sooner than in float64
+            assert torch.equal(broken[0], broken[1]), slot
+            assert torch.equal(broken[2], broken[3]), slot
+
+
+@pytest.mark.parametrize(("spec", "dim"), [("fp32", 20), ("int8", 72), ("fp4:group=8", 64)])
+def test_a_graph_leaves_to_torch_what_is_not_served(native: object, spec: str, dim: int) -> None:
+    keys = stored(spec, (1, 2, 40, dim), exact=4, keys=True, seed=1)
+    slots = Slots(keys, keys, torch.arange(40, dtype=torch.int32).expand(1, 2, -1).contiguous())
+
+    def attend(q: Tensor) -> Tensor:
+        return ops.attention(q, slots, variant=Variant(0.125))[0]
+
+    q = torch.randn(1, 6, 1, dim, generator=torch.Generator().manual_seed(2))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(attend, backend="eager")(q), attend(q))
+
+
+def test_queries_that_have_a_gradient_keep_it(native: object) -> None:
+    keys = stored("fp32", (1, 2, 40, 64), exact=0, keys=True, seed=1)
+    slots = Slots(keys, keys, torch.arange(40, dtype=torch.int32).expand(1, 2, -1).contiguous())
+    q = torch.randn(1, 6, 1, 64, requires_grad=True)
+    out, _ = ops.attention(q, slots, variant=Variant(0.125))
+    assert out.requires_grad
+    with torch.no_grad():
+        assert attention.attend(q.view(1, 2, 3, 64), None, slots, Variant(0.125)) is not None
+
+
+def test_slots_without_a_position_each_are_not_served(native: object) -> None:
+    keys = stored("fp32", (1, 2, 40, 64), exact=0, keys=True, seed=1)
+    positions = torch.arange(30, dtype=torch.int32).expand(1, 2, -1).contiguous()
+    assert attention.attend(torch.randn(1, 2, 3, 64), None, Slots(keys, keys, positions), Variant(0.125)) is None

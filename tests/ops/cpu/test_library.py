@@ -135,6 +135,13 @@ def test_another_interface_is_refused(tmp_path: Path, afresh: pytest.MonkeyPatch
 
 
 @needs_compiler
+def test_a_library_that_lacks_what_others_have_is_refused(tmp_path: Path, afresh: pytest.MonkeyPatch) -> None:
+    afresh.setenv(library.VARIABLE, str(made(tmp_path, f"int kvw_abi_version() {{ return {library.ABI}; }}")))
+    with pytest.raises(UnsupportedSetupError, match=r"cannot be loaded .*kvw_"):
+        level.current()
+
+
+@needs_compiler
 def test_a_library_of_other_sources_is_refused(tmp_path: Path, afresh: pytest.MonkeyPatch) -> None:
     body = f'int kvw_abi_version() {{ return {library.ABI}; }} const char* kvw_sources() {{ return "0"; }}'
     other = made(tmp_path, body + "int kvw_build_info() { return 0; }")

@@ -18,6 +18,8 @@ from kvwinnow.ops.variant import Variant
 ROWS = 128
 """Most queries of one KV head that are served: eight at a time go through the slots."""
 
+MOST_DIM = 512
+
 _KERNEL = Kernel("kvw_decode", ctypes.c_char_p, ctypes.c_char_p)
 _STORAGE = struct.Struct("@iiPqqPqqPqqP")
 _RANGE = struct.Struct("@qq")
@@ -57,6 +59,8 @@ def attend(
     """
     if q.device.type != "cpu" or q.shape[2] > ROWS or slots.positions.shape[2] == 0 or current() is None:
         return None
+    if q.requires_grad and torch.is_grad_enabled():  # the kernels have no derivative
+        return None
     pieces = [_pieces(side) for side in (slots.keys, slots.values)]
     if pieces[0] is None or pieces[1] is None or len(pieces[0].counts) != len(pieces[1].counts):
         return None
@@ -78,6 +82,10 @@ def attend(
         slots.values.exact.shape[-1],
     )
     if torch.compiler.is_compiling():
+        # A graph cannot turn to torch when it runs, so whether the kernels serve is found out now.
+        fits = _fits(q.shape[3], pieces[0]) and _fits(slots.values.exact.shape[3], pieces[1])
+        if not fits or pieces[0].counts != pieces[1].counts or slots.positions.stride(2) != 1:
+            return None
         return Attended(*torch.ops.kvwinnow.attend_slots(*call))
     served = _attend(*call)
     return None if served is None else Attended(*served)
@@ -131,6 +139,15 @@ def _kind(side: Vectors, codes: Tensor) -> int | None:
     return _FP4.get(codec.style) if codec.name == "fp4" else _CODES.get(codec.name)
 
 
+def _fits(dim: int, side: _Pieces) -> bool:
+    """Whether such vectors are served: what ``_packed`` and native/decode_levels.cpp look at."""
+    if dim % 16 or dim > MOST_DIM or not all(group == 0 or group >= 16 for group in side.layout[1::3]):
+        return False
+    parts, scales = ([x for x in side.tensors if (x.ndim == 4) is part] for part in (True, False))
+    lie = all(x.stride(3) == 1 and x.stride(2) == x.shape[3] for x in parts)
+    return lie and all(x.is_contiguous() for x in scales)
+
+
 def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensors and numbers, no objects
     q: Tensor,
     shift: Tensor | None,
@@ -149,7 +166,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
     slots = positions.shape[2]
     if level is None or positions.stride(2) != 1:
         return None
-    packed = _packed(tensors, layout)
+    packed = _packed(tensors, layout, slots)
     if packed is None:
         return None
     segments, count = packed
@@ -179,8 +196,11 @@ def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _packed(tensors: list[Tensor], layout: list[int]) -> tuple[bytes, int] | None:
-    """The segments as native/decode.h has them, and how many; None if a head's slots are not next to each other."""
+def _packed(tensors: list[Tensor], layout: list[int], slots: int) -> tuple[bytes, int] | None:
+    """The segments as native/decode.h has them, and how many.
+
+    None if a head's slots are not next to each other, or are not as many as ``slots``.
+    """
     sides: list[list[bytes]] = [[], []]
     counts: list[list[int]] = [[], []]
     at, half = 0, len(layout) // 2
@@ -213,7 +233,7 @@ def _packed(tensors: list[Tensor], layout: list[int]) -> tuple[bytes, int] | Non
     for keys, values, count in zip(*sides, counts[0], strict=True):
         segments.append(keys + values + _RANGE.pack(first, count))
         first += count
-    return b"".join(segments), len(segments)
+    return (b"".join(segments), len(segments)) if first == slots else None
 
 
 @torch.library.custom_op("kvwinnow::attend_slots", mutates_args=(), device_types="cpu")

@@ -157,11 +157,11 @@ def _checked(path: Path) -> Library | Absent:
     try:
         handle = _opened(path)
         abi = int(handle.kvw_abi_version())
+        if abi != ABI:
+            return Absent(f"{path} has interface {abi}, and this kvwinnow needs {ABI}", rebuild())
+        handle.kvw_sources.restype = handle.kvw_build_info.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         return Absent(f"{path} cannot be loaded ({error})", rebuild())
-    if abi != ABI:
-        return Absent(f"{path} has interface {abi}, and this kvwinnow needs {ABI}", rebuild())
-    handle.kvw_sources.restype = handle.kvw_build_info.restype = ctypes.c_char_p
     wanted = sources_digest()
     if wanted is not None and handle.kvw_sources().decode() != wanted:
         return Absent(f"{path} was built from other sources than those in {_HERE / 'native'}", rebuild())

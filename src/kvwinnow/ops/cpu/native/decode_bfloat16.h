@@ -16,10 +16,11 @@ using namespace kvw;
 constexpr int WIDE = PIECE / 2;  // elements of a piece
 constexpr int MAX_WIDE = MAX_DIM / WIDE;
 
-// The nearest bfloat16, ties to even, of numbers that are finite.
+// The nearest bfloat16, ties to even.
 inline uint16_t to_bfloat16(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);
+  if (x != x) return 0x7fc0;  // rounding could carry into the sign
   return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 inline float widened(uint16_t x) {
@@ -28,6 +29,7 @@ inline float widened(uint16_t x) {
   memcpy(&f, &u, 4);
   return f;
 }
+// The same of numbers that are finite: a NaN among the weights is in their sum as well.
 inline __m512i to_bfloat16(__m512 x) {
   const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   return _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);

@@ -50,9 +50,14 @@ struct IntegerKeys {
       const float* row = q + r * stride;
       const int share = r / SHARE, column = r % SHARE;
       alignas(64) int32_t fixed[MAX_DIM];
-      F16 most = fill(1e-30f);
-      for (int d = 0; d < dim; d += LANES) most = larger(most, larger(load<F16>(row + d), -load<F16>(row + d)));
-      unit[r] = largest(most) / FULL_QUERY;
+      F16 most = fill(1e-30f), nothing = F16{};
+      for (int d = 0; d < dim; d += LANES) {
+        const F16 x = load<F16>(row + d);
+        most = larger(most, larger(x, -x));
+        nothing += x * 0.0f;
+      }
+      // Fixed point knows neither NaN nor infinity: the unit carries them into every product.
+      unit[r] = largest(most) / FULL_QUERY + sum(nothing);
       const __m512 per = _mm512_set1_ps(1.0f / unit[r]);
       for (int d = 0; d < dim; d += LANES)
         _mm512_store_si512(fixed + d, _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(row + d), per)));
@@ -316,11 +321,15 @@ static void weigh_values(const Rows& x, const Pieces& pieces, const float (*weig
       scale[i] = _mm512_loadu_ps(x.scales + g * BLOCK + 16 * i);
       if (KIND == INT4) zero[i] = _mm512_loadu_ps(x.zeros + g * BLOCK + 16 * i);
     }
+    // The largest of numbers may be none of them where one is NaN, as it is with values that were NaN; sums are not.
+    const __m512 all = _mm512_add_ps(_mm512_add_ps(scale[0], scale[1]), _mm512_add_ps(scale[2], scale[3]));
     const float largest =
-        _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(scale[0], scale[1]), _mm512_max_ps(scale[2], scale[3])));
+        _mm512_cmp_ps_mask(all, all, _CMP_UNORD_Q)
+            ? NAN
+            : _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(scale[0], scale[1]), _mm512_max_ps(scale[2], scale[3])));
     for (int r = 0; r < rows; r++) {
       // Each block has its own unit: a small weight of a long tail must not round to nothing.
-      const float top = largest * most[r] > 1e-30f ? largest * most[r] : 1e-30f;
+      const float top = largest * most[r] <= 1e-30f ? 1e-30f : largest * most[r];
       values.unit[g][r] = top * (Codes<KIND>::UNIT / FULL_WEIGHT);
       const __m512 per = _mm512_set1_ps(FULL_WEIGHT / top);
       uint8_t(*to)[PIECE] = values.weights[g][r / share] + r % share;

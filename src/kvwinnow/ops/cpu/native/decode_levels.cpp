@@ -373,15 +373,15 @@ static void merge(const Decode& call, const Job* jobs, int64_t count, const Part
     memset(out, 0, sizeof(float) * dim);
     for (int64_t i = 0; i < count; i++) {
       const float part = sum(load<F16>(partials[i].total[r]));
-      if (!(part > 0)) continue;
+      if (part == 0) continue;  // a sum of NaN goes on: what overflowed must not look like a result
       const float weight = __builtin_expf(partials[i].most[r] - most);
       total += weight * part;
       const float* from = outs + (i * ROWS + r) * dim;
       for (int64_t d = 0; d < dim; d += LANES) store(out + d, load<F16>(out + d) + load<F16>(from + d) * weight);
     }
-    const float part = total > 0 ? 1.0f / total : 0.0f;
+    const float part = total == 0 ? 0.0f : 1.0f / total;
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load<F16>(out + d) * part);
-    call.lse[row] = total > 0 ? most + __builtin_logf(total) : -INFINITY;
+    call.lse[row] = total == 0 ? -INFINITY : most + __builtin_logf(total);
   }
 }
 
@@ -401,7 +401,7 @@ static void weigh(const Decode& call, int64_t head, int64_t start, int64_t stop,
       } else {
         for (int64_t j = 0; j < left; j++) x[j] = from[j];
       }
-      if (lse[r] > -INFINITY) total += exponential(x - lse[r]);
+      if (lse[r] != -INFINITY) total += exponential(x - lse[r]);
     }
     total *= part;
     if (left >= LANES) {

@@ -130,7 +130,7 @@ inline F16 from_e2m1(U16 c) {
   return bits((U16)size | sign);
 }
 
-// exp of x <= 88, good to 2e-7 relative; 0 below -87, where results would be subnormal.
+// exp of x <= 88, good to 2e-7 relative; 0 from -87 down, where results would be subnormal; NaN for NaN and infinity.
 inline F16 exponential(F16 x) {
   const F16 magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F16 whole = (x * 1.44269504f + magic) - magic;
@@ -142,8 +142,9 @@ inline F16 exponential(F16 x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * (f * f) + f + 1.0f;
-  const I16 power = __builtin_convertvector(whole, I16) << 23;
-  return select(x > fill(-87.0f), (F16)((I16)p + power), F16{});
+  // Unsigned, since what is too small for a result overflows here.
+  const U16 power = (U16)__builtin_convertvector(whole, I16) << 23;
+  return select(x <= fill(-87.0f), F16{}, bits((U16)p + power));
 }
 
 }  // namespace
