@@ -424,3 +424,16 @@ def test_sums_of_the_latest_queries_are_the_oracles(
     )
     expected = weights.sum(1).view(kv_heads, group, count).mean(1)
     torch.testing.assert_close(sums.double(), expected, rtol=3e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_key_that_is_no_number_does_not_score_zero(name: str, dtype: torch.dtype) -> None:
+    """Eviction would take just that key, and hide that a model has overflowed. Queries before it are not concerned."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 40, 64, generator=generator).to(dtype) for heads in (4, 2))
+    k[0, 0, 12, 3] = torch.nan
+    with forced(name):
+        sums = causal_sums(q[0].transpose(0, 1), k[0], Variant(0.125))
+    assert sums[0].isnan().all()
+    assert not sums[1].isnan().any()

@@ -36,14 +36,14 @@ alignas(64) const uint32_t POWERS[LANES] = {
     0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
 
-// 2^x = power * rest for LEAST <= x <= 127, within 5e-7; what is less counts as LEAST. With n/16 next to x, power is
+// 2^x = power * rest for LEAST <= x <= 127, within 5e-7; what is less counts as LEAST, and NaN makes rest NaN. With n/16 next to x, power is
 // 2^(n/16), from the table, and rest is 2^(x - n/16), from a square. A polynomial of x less an integer takes longer.
 struct Exp2 {
   __m512 power, rest;
 
   explicit Exp2(__m512 x) {
     const __m512 round = _mm512_set1_ps(786432.0f);  // 1.5 * 2^19: adding it rounds to 1/16
-    x = _mm512_max_ps(x, _mm512_set1_ps(LEAST));
+    x = _mm512_max_ps(_mm512_set1_ps(LEAST), x);
     const __m512 shifted = _mm512_add_ps(x, round);
     const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, round));
     const __m512i n = _mm512_castps_si512(shifted);
@@ -129,9 +129,11 @@ struct Exponentials {
       const float* row = p.logits + i * PAIR;
       Exp2 x(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
       Exp2 y(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
-      if (SIGHT == MASKED) {  // the power of what is hidden may be no number
-        x.power = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x.power);
-        y.power = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y.power);
+      if (SIGHT == MASKED) {  // power and rest of what is hidden may be no numbers
+        const __mmask16 one = visible(*p.chunk, p.column, p.block->where[i]);
+        const __mmask16 other = visible(*p.chunk, p.column + LANES, p.block->where[i]);
+        x.power = _mm512_maskz_mov_ps(one, x.power), x.rest = _mm512_maskz_mov_ps(one, x.rest);
+        y.power = _mm512_maskz_mov_ps(other, y.power), y.rest = _mm512_maskz_mov_ps(other, y.rest);
       }
       float* sum = p.sums + i * LANES;
       const __m512 more = _mm512_fmadd_ps(x.power, x.rest, _mm512_load_ps(sum));

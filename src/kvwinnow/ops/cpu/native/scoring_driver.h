@@ -255,7 +255,7 @@ struct alignas(64) Tops {
   float sum[CHUNK];
 };
 
-// Writes the log-sum-exp of a chunk's columns over the parts into which the keys were split.
+// Writes the log-sum-exp of a chunk's columns over the parts into which the keys were split. Sums are 0 or more, or NaN.
 template <int CHUNK>
 void write_log_sum_exp(const kvw_scoring& a, const Columns<CHUNK>& chunk, const Tops<CHUNK>* tops,
                        int64_t splits, int64_t apart, int64_t pair) {
@@ -264,10 +264,10 @@ void write_log_sum_exp(const kvw_scoring& a, const Columns<CHUNK>& chunk, const 
     if (chunk.index[j] < 0) continue;
     float top = LOWEST, sum = 0.0f;
     for (int64_t s = 0; s < splits; s++)
-      if (tops[s * apart].sum[j] > 0.0f && tops[s * apart].top[j] > top) top = tops[s * apart].top[j];
+      if (tops[s * apart].sum[j] != 0.0f && tops[s * apart].top[j] > top) top = tops[s * apart].top[j];
     for (int64_t s = 0; s < splits; s++)
-      if (tops[s * apart].sum[j] > 0.0f) sum += tops[s * apart].sum[j] * exp2f(tops[s * apart].top[j] - top);
-    out[chunk.index[j]] = sum > 0.0f ? (top + log2f(sum)) * LN2 : -INFINITY;
+      if (tops[s * apart].sum[j] != 0.0f) sum += tops[s * apart].sum[j] * exp2f(tops[s * apart].top[j] - top);
+    out[chunk.index[j]] = sum != 0.0f ? (top + log2f(sum)) * LN2 : -INFINITY;
   }
 }
 

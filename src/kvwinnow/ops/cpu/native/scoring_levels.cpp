@@ -50,10 +50,11 @@ inline floats fma(floats a, floats b, floats c) {
 
 inline floats larger(floats a, floats b) { return a > b ? a : b; }
 
-// 2^x within 2e-7 for LEAST <= x <= 127; what is less counts as LEAST.
+// 2^x within 2e-7 for LEAST <= x <= 127; what is less counts as LEAST, and NaN stays NaN.
 inline floats exp2_of(floats x) {
-  const floats round = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  x = larger(x, all(LEAST));
+  // 1.5 * 2^23: adding it rounds to an integer, in the low bits. 127 more make that the exponent of a float.
+  const floats round = all(12582912.0f + 127.0f);
+  x = larger(all(LEAST), x);
   const floats shifted = x + round, f = x - (shifted - round);
   floats p = all(1.32764e-3f);
   p = fma(p, f, all(9.675541e-3f));
@@ -61,7 +62,7 @@ inline floats exp2_of(floats x) {
   p = fma(p, f, all(2.4022120e-1f));
   p = fma(p, f, all(6.9314697e-1f));
   p = fma(p, f, all(1.0000001f));
-  return (floats)((ints)p + ((ints)shifted << 23));
+  return p * (floats)((ints)shifted << 23);
 }
 
 // tanh x within 2e-7.
