@@ -46,7 +46,7 @@ sanitize: setup
 	$(PYTHON) $(BACKEND) sanitize
 	$(PYTEST) LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
-	  KVWINNOW_CPU_LIBRARY=$(CURDIR)/build/sanitize/libkvwinnow_cpu.so $(VENV)/bin/python -m pytest tests/ops/cpu
+	  KVWINNOW_CPU_LIBRARY=$(CURDIR)/build/sanitize/libkvwinnow_cpu.so $(VENV)/bin/python -m pytest -s tests/ops/cpu
 
 demo: setup
 	@$(VENV)/bin/kvwinnow demo

@@ -166,7 +166,8 @@ def _compile(into: Path, folder: Path, tools: Path | None, *, sanitize: bool) ->
     into.mkdir(parents=True, exist_ok=True)
     # Ninja's place is told each time: that of a build's own environment is gone when the next one comes.
     configure = [cmake, "-S", NATIVE, "-B", folder, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    configure += [f"-DKVWINNOW_INTO={into}", f"-DKVWINNOW_SANITIZE={'ON' if sanitize else 'OFF'}"]
+    made = folder / "made"
+    configure += [f"-DKVWINNOW_INTO={made}", f"-DKVWINNOW_SANITIZE={'ON' if sanitize else 'OFF'}"]
     # CMake sticks to what it was told first, and what another CMake has left may be in the way.
     told, chosen = folder / "told.txt", repr([os.environ.get(name) for name in ("CXX", "CXXFLAGS", "LDFLAGS")])
     known = told.exists() and told.read_text(encoding="utf-8") == chosen
@@ -176,6 +177,11 @@ def _compile(into: Path, folder: Path, tools: Path | None, *, sanitize: bool) ->
         _run(configure, check=True)
         told.write_text(chosen, encoding="utf-8")
     _run([cmake, "--build", folder], check=True)
+    # Whole or not at all: a library that is cut off kills the process that loads it.
+    for library in made.iterdir():
+        part = into / f"{library.name}.part"
+        shutil.copy2(library, part)
+        part.replace(into / library.name)
 
 
 def _program(name: str, tools: Path | None) -> str:
