@@ -18,7 +18,7 @@ namespace {
 
 using namespace kvw;
 
-constexpr int64_t ALONE = 1 << 17;  // bytes that are not worth a second thread
+constexpr int64_t ALONE = 1 << 19;  // bytes that are not worth a second thread
 constexpr float LOWEST = -1e30f;  // running maximum before the first visible slot: exp(-inf - LOWEST) is 0, not NaN
 
 // Scales (or zero points) of n slots from their stored form (n, groups) to float32 (groups, BLOCK).
@@ -459,7 +459,7 @@ static int32_t run(const Decode& call, const Segment* segments) {
     Workspace& w = *spaces.at;
 #endif
     w.prepared = nullptr;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < count; i++) {
       const Job& x = jobs.at[i];
       const Segment& segment = segments[x.segment];
@@ -468,23 +468,21 @@ static int32_t run(const Decode& call, const Segment* segments) {
       unit(call, segment, x.b, x.h, x.row0, x.rows, x.start, x.stop, w, partials.at[i],
            outs.at + i * ROWS * call.value_dim, kept);
     }
-#pragma omp for schedule(static)
-    for (int64_t set = 0; set < sets; set++) {
-      const int64_t from = set * per_rows;
-      if (per_rows) {
-        merge(call, jobs.at + from, per_rows, partials.at + from, outs.at + from * ROWS * call.value_dim);
-      }
-    }
-    if (call.weights) {
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < heads * chunks; i++) {
-        const int64_t start = i % chunks * CHUNK, stop = start + CHUNK < call.slots ? start + CHUNK : call.slots;
-        weigh(call, i / chunks, start, stop, logits.at);
-      }
-    }
 #if KVW_LEVEL >= 2
     release_tiles();
 #endif
+  }
+  // Threads wait for each other once: where another program has a core, each wait lasts until the system takes turns.
+  for (int64_t set = 0; set < sets && per_rows; set++) {
+    const int64_t from = set * per_rows;
+    merge(call, jobs.at + from, per_rows, partials.at + from, outs.at + from * ROWS * call.value_dim);
+  }
+  if (call.weights) {
+#pragma omp parallel for num_threads(heads * call.rows * call.slots >= ALONE ? threads : 1) schedule(static)
+    for (int64_t i = 0; i < heads * chunks; i++) {
+      const int64_t start = i % chunks * CHUNK, stop = start + CHUNK < call.slots ? start + CHUNK : call.slots;
+      weigh(call, i / chunks, start, stop, logits.at);
+    }
   }
   return 0;
 }
