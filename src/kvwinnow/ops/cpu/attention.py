@@ -144,8 +144,7 @@ def _fits(dim: int, side: _Pieces) -> bool:
     if dim % 16 or dim > MOST_DIM or not all(group == 0 or group >= 16 for group in side.layout[1::3]):
         return False
     parts, scales = ([x for x in side.tensors if (x.ndim == 4) is part] for part in (True, False))
-    lie = all(x.stride(3) == 1 and x.stride(2) == x.shape[3] for x in parts)
-    return lie and all(x.is_contiguous() for x in scales)
+    return all(_in_rows(x) for x in parts) and all(x.is_contiguous() for x in scales)
 
 
 def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensors and numbers, no objects
@@ -192,6 +191,11 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
     return (out, lse, weights) if _KERNEL(level, call, segments) else None
 
 
+def _in_rows(part: Tensor) -> bool:
+    """Whether the vectors of each head lie one behind the other."""
+    return part.stride(3) == 1 and part.stride(2) == part.shape[3]
+
+
 def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -214,7 +218,7 @@ def _packed(tensors: list[Tensor], layout: list[int], slots: int) -> tuple[bytes
                 continue
             part = tensors[at]
             at += 1
-            if part.stride(3) != 1 or part.stride(2) != part.shape[3]:
+            if not _in_rows(part):
                 return None
             size = part.element_size()
             fields.extend((part.data_ptr(), part.stride(0) * size, part.stride(1) * size))

@@ -284,10 +284,8 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
     I16 where[BLOCK / LANES];
     for (int i = 0; i < BLOCK / LANES; i++) {
       const int left = n - i * LANES;
-      where[i] = I16{} - 1;
-      if (left >= LANES) where[i] = load<I16>(positions + at + i * LANES);
-      else
-        for (int j = 0; j < left; j++) where[i][j] = positions[at + i * LANES + j];
+      const int32_t* from = positions + at + i * LANES;
+      where[i] = left >= LANES ? load<I16>(from) : left > 0 ? load_some(from, left, I16{} - 1) : I16{} - 1;
       where[i] = where[i] > lowest;
     }
     float now[ROWS];
@@ -305,8 +303,7 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
         for (int i = 0; i < BLOCK / LANES; i++) {
           const int left = n - i * LANES;
           if (left >= LANES) store(to + i * LANES, x[i]);
-          else
-            for (int j = 0; j < left; j++) to[i * LANES + j] = x[i][j];
+          else if (left > 0) store_some(to + i * LANES, x[i], left);
         }
       }
       for (int i = 0; i < BLOCK / LANES; i++) store(w.logits[r] + i * LANES, x[i]);
@@ -395,20 +392,12 @@ static void weigh(const Decode& call, int64_t head, int64_t start, int64_t stop,
     F16 total = {};
     for (int64_t r = 0; r < call.rows; r++) {
       const float* from = logits + (head * call.rows + r) * call.slots + s;
-      F16 x = fill(-INFINITY);
-      if (left >= LANES) {
-        x = load<F16>(from);
-      } else {
-        for (int64_t j = 0; j < left; j++) x[j] = from[j];
-      }
+      const F16 x = left >= LANES ? load<F16>(from) : load_some(from, left, fill(-INFINITY));
       if (lse[r] != -INFINITY) total += exponential(x - lse[r]);
     }
     total *= part;
-    if (left >= LANES) {
-      store(to + s, total);
-    } else {
-      for (int64_t j = 0; j < left; j++) to[s + j] = total[j];
-    }
+    if (left >= LANES) store(to + s, total);
+    else store_some(to + s, total, left);
   }
 }
 

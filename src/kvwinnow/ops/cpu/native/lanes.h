@@ -31,6 +31,16 @@ template <class V>
 inline void store(void* to, const V& v) {
   memcpy(to, &v, sizeof v);
 }
+// The first n < 16 words; the others are ``rest``, or stay as they are in memory.
+template <class V>
+inline V load_some(const void* from, int64_t n, V rest) {
+  memcpy(&rest, from, (size_t)n * 4);
+  return rest;
+}
+template <class V>
+inline void store_some(void* to, const V& v, int64_t n) {
+  memcpy(to, &v, (size_t)n * 4);
+}
 inline F16 fill(float x) { return F16{} + x; }
 inline F16 bits(U16 x) { return (F16)x; }
 inline F16 select(I16 where, F16 yes, F16 no) { return where ? yes : no; }
