@@ -54,8 +54,9 @@ struct Decode {
 };
 
 constexpr int ROWS = 8;         // queries that go through the slots together
-constexpr int BLOCK = 64;       // slots between two looks at the running maximum
+constexpr int BLOCK = 64;       // slots that go through the steps of a kernel together
 constexpr int64_t CHUNK = 1024;  // slots of one unit of work: sums do not depend on the number of threads
+constexpr int BLOCKS = CHUNK / BLOCK;
 constexpr int MAX_DIM = 512;
 constexpr int MAX_GROUPS = MAX_DIM / 16;
 

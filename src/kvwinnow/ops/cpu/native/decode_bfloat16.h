@@ -16,23 +16,11 @@ using namespace kvw;
 constexpr int WIDE = PIECE / 2;  // elements of a piece
 constexpr int MAX_WIDE = MAX_DIM / WIDE;
 
-// The nearest bfloat16, ties to even.
-inline uint16_t to_bfloat16(float x) {
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  if (x != x) return 0x7fc0;  // rounding could carry into the sign
-  return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-inline float widened(uint16_t x) {
-  const uint32_t u = (uint32_t)x << 16;
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-// The same of numbers that are finite: a NaN among the weights is in their sum as well.
+// The nearest bfloat16, ties to even, in the low half of each lane. NaN stays NaN: rounding could carry into its sign.
 inline __m512i to_bfloat16(__m512 x) {
   const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  return _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  return _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
 }
 
 struct WideKeys {
@@ -43,38 +31,56 @@ struct WideKeys {
   void prepare(const float* q, int stride, int rows, int dim) {
     memset(query, 0, sizeof query[0] * (dim / WIDE));
     for (int r = 0; r < rows; r++)
-      for (int d = 0; d < dim; d++) {
-        const float x = q[r * stride + d];
-        const uint16_t high = to_bfloat16(x);
-        query[d / WIDE][d % WIDE / 2][r][d % 2] = high;
-        query[d / WIDE][d % WIDE / 2][ROWS + r][d % 2] = to_bfloat16(x - widened(high));
+      for (int d = 0; d < dim; d += LANES) {
+        const __m512 x = _mm512_loadu_ps(q + r * stride + d);
+        const __m512i high = to_bfloat16(x);
+        const __m512i low = to_bfloat16(_mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))));
+        alignas(32) uint32_t pairs[2][LANES / 2];
+        _mm256_store_si256((__m256i*)pairs[0], _mm512_cvtepi32_epi16(high));
+        _mm256_store_si256((__m256i*)pairs[1], _mm512_cvtepi32_epi16(low));
+        for (int i = 0; i < LANES / 2; i++) {
+          memcpy(query[d / WIDE][d % WIDE / 2 + i][r], pairs[0] + i, 4);
+          memcpy(query[d / WIDE][d % WIDE / 2 + i][ROWS + r], pairs[1] + i, 4);
+        }
       }
   }
 };
 
 static void multiply_wide_keys(const Rows& x, int n, WideKeys& keys) {
-  for (int i = 0; i * 16 < n; i++) {
-    const uint8_t* from = x.codes + 16 * i * x.stride;
-    int64_t stride = x.stride;
-    for (int t = 0; t < 16; t++) ask_for(from + (BLOCK + t) * stride, stride);
-    if (n - 16 * i < 16) {
+  for (int i = 0; i * 16 < n; i += 2) {  // two at once
+    const uint8_t* from[2] = {x.codes + 16 * i * x.stride, x.codes + 16 * (i + 1) * x.stride};
+    int64_t stride[2] = {x.stride, x.stride};
+    for (int j = 0; j < 2 && n - 16 * i < 32; j++) {
+      const int left = n - 16 * (i + j);
+      if (left >= 16) continue;
+      if (left <= 0) {
+        from[j] = from[0], stride[j] = stride[0];
+        continue;
+      }
       memset(keys.last, 0, sizeof keys.last);
-      for (int t = 16 * i; t < n; t++) memcpy(keys.last[t % 16], x.codes + t * stride, stride);
-      from = keys.last[0], stride = sizeof keys.last[0];
+      for (int t = 0; t < left; t++) memcpy(keys.last[t], from[j] + t * x.stride, x.stride);
+      from[j] = keys.last[0], stride[j] = sizeof keys.last[0];
     }
-    _tile_zero(0);
+    _tile_zero(4);
+    _tile_zero(5);
     for (int p = 0; p < x.dim / WIDE; p++) {
-      _tile_loadd(2, from + p * PIECE, stride);
-      _tile_loadd(3, keys.query[p], PIECE);
-      _tile_dpbf16ps(0, 2, 3);
+      if (p < 2) x.ask(i + p, 8);
+      _tile_loadd(0, keys.query[p], PIECE);
+      _tile_loadd(2, from[0] + p * PIECE, stride[0]);
+      _tile_dpbf16ps(4, 2, 0);
+      _tile_loadd(3, from[1] + p * PIECE, stride[1]);
+      _tile_dpbf16ps(5, 3, 0);
     }
-    _tile_stored(0, keys.sums[i], 64);
+    _tile_stored(4, keys.sums[i], 64);
+    _tile_stored(5, keys.sums[i + 1], 64);
   }
 }
 
-void collect_wide_keys(int n, const WideKeys& keys, int rows, float (*logits)[BLOCK]) {
+void collect_wide_keys(const Rows& x, int n, const WideKeys& keys, int rows, float (*logits)[BLOCK]) {
   const float unit[SHARE] = {1, 1, 1, 1};
-  for (int t = 0; t < n; t += 16)
+  for (int t = 0; t < n; t += 16) {
+    x.ask(4 + t / 16, 8);
+    stay_awake();
     for (int first = 0; first < rows; first += SHARE) {
       const auto four = [&](int slot) {
         const float* sums = keys.sums[t / 16][slot] + first;
@@ -89,6 +95,7 @@ void collect_wide_keys(int n, const WideKeys& keys, int rows, float (*logits)[BL
       }
       turn(y, rows - first < SHARE ? rows - first : SHARE, unit, (float(*)[BLOCK])(logits[first] + t));
     }
+  }
 }
 
 struct WideValues {
@@ -100,26 +107,20 @@ struct WideValues {
   void clear(int dim) {
     for (int r = 0; r < ROWS; r++) memset(mixed[r], 0, sizeof(float) * dim);
   }
-  void decay(int rows, int dim, const float* by) {
-    for (int r = 0; r < rows; r++)
-      for (int d = 0; d < dim && by[r] != 1.0f; d += LANES) {
-        float* x = mixed[r][0][0] + d;
-        store(x, load<F16>(x) * by[r]);
-      }
-  }
   // Lane n of tile j holds element 8 (n / 4) + 4 j + n % 4 of a piece: rows are interleaved within 128 bits.
   void write(float* out, int stride, int rows, int dim) const {
     for (int r = 0; r < rows; r++)
-      for (int d = 0; d < dim; d++) out[r * stride + d] = mixed[r][d / WIDE][d % 8 / 4][d % WIDE / 8 * 4 + d % 4];
+      for (int d = 0; d < dim; d += 4)
+        memcpy(out + r * stride + d, mixed[r][d / WIDE][d % 8 / 4] + d % WIDE / 8 * 4, 4 * sizeof(float));
   }
 };
 
 static void interleave_wide_values(const Rows& x, int n, WideValues& values) {
   for (int i = 0; i < BLOCK / 2; i++) {
     const uint8_t* row = x.codes + 2 * i * x.stride;
+    x.ask(i, 64);
+    if (i % 8 == 0) stay_awake();
     for (int p = 0; p < x.dim / WIDE; p++) {
-      ask_for(row + BLOCK * x.stride + p * PIECE);
-      ask_for(row + (BLOCK + 1) * x.stride + p * PIECE);
       const __m512i none = _mm512_setzero_si512();
       const __m512i a = 2 * i < n ? _mm512_loadu_si512(row + p * PIECE) : none;
       const __m512i b = 2 * i + 1 < n ? _mm512_loadu_si512(row + x.stride + p * PIECE) : none;
@@ -141,24 +142,29 @@ static void weigh_wide_values(const float (*weights)[BLOCK], int rows, WideValue
     }
 }
 
-static void multiply_wide_values(int dim, WideValues& values) {
-  _tile_loadd(5, values.weights[0], PIECE);
-  _tile_loadd(6, values.weights[1], PIECE);
-  for (int p = 0; p < dim / WIDE; p++)
-    for (int j = 0; j < 2; j++) {
-      _tile_zero(4);
-      _tile_loadd(7, values.pairs[0][p][j], PIECE);
-      _tile_dpbf16ps(4, 5, 7);
-      _tile_loadd(7, values.pairs[1][p][j], PIECE);
-      _tile_dpbf16ps(4, 6, 7);
-      _tile_stored(4, values.sums[p][j], 64);
+static void multiply_wide_values(const Rows& x, WideValues& values) {
+  for (int p = 0; p < x.dim / WIDE; p++) {
+    if (p < 2) x.ask(4 + p, 8);
+    _tile_zero(6);
+    _tile_zero(7);
+    for (int half = 0; half < 2; half++) {
+      _tile_loadd(1, values.weights[half], PIECE);
+      _tile_loadd(2, values.pairs[half][p][0], PIECE);
+      _tile_dpbf16ps(6, 1, 2);
+      _tile_loadd(3, values.pairs[half][p][1], PIECE);
+      _tile_dpbf16ps(7, 1, 3);
     }
+    _tile_stored(6, values.sums[p][0], 64);
+    _tile_stored(7, values.sums[p][1], 64);
+  }
 }
 
-static void collect_wide_values(int dim, int rows, WideValues& values) {
-  for (int p = 0; p < dim / WIDE; p++)
+void collect_wide_values(const Rows& x, int rows, WideValues& values) {
+  for (int p = 0; p < x.dim / WIDE; p++)
     for (int j = 0; j < 2; j++)
       for (int r = 0; r < rows; r++) {
+        if (p == 0 && r == 0) x.ask(6 + j, 8);
+        if (r == 0) stay_awake();
         const __m512 high = _mm512_load_ps(values.sums[p][j][r]), low = _mm512_load_ps(values.sums[p][j][rows + r]);
         float* to = values.mixed[r][p][j];
         _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), _mm512_add_ps(high, low)));

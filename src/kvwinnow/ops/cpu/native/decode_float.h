@@ -9,6 +9,8 @@ namespace {
 
 using namespace kvw;
 
+constexpr int AHEAD = 2;  // blocks
+
 // A block of slots of one KV head: vectors one behind the other, and their scales decoded.
 struct Rows {
   int kind;
@@ -17,6 +19,15 @@ struct Rows {
   int dim, group, groups;
   const float* scales;  // (groups, BLOCK)
   const float* zeros;   // (groups, BLOCK), INT4 only
+
+  // Later blocks are brought to the second cache while this one is computed with, some lines in each step: memory is slow
+  // to answer and takes only so many questions at once. ``part`` of ``parts``, a power of two.
+  inline void ask(int part, int parts) const {
+    const int64_t bytes = BLOCK * stride;
+    const uint8_t* later = codes + bytes * AHEAD;
+    const int64_t stop = bytes * (part + 1) / parts;
+    for (int64_t at = bytes * part / parts / 64 * 64; at < stop; at += 64) __builtin_prefetch(later + at, 0, 2);
+  }
 };
 
 // Elements d to d + 15 of a vector, as stored; d + 15 lies in the same half as d for two elements a byte, or wraps.
@@ -96,16 +107,16 @@ static void products(const Rows& x, int n, const float* q, int q_stride, float (
   }
 }
 
-// out[r] = out[r] * decay[r] + sum over t < n of weights[r][t] vector t.
+// out[r] += sum over t < n of weights[r][t] vector t.
 template <int KIND, int R>
-static void mixture(const Rows& x, int n, const float (*weights)[BLOCK], const float* decay, float* out, int stride) {
+static void mixture(const Rows& x, int n, const float (*weights)[BLOCK], float* out, int stride) {
   constexpr int W = ALL / R > 0 ? (ALL / R > 8 ? 8 : ALL / R) : 1;
   for (int d = 0; d < x.dim; d += W * LANES) {
     const int width = (x.dim - d) / LANES;
     F16 acc[R][W];
     for (int r = 0; r < R; r++)
       for (int w = 0; w < W; w++)
-        acc[r][w] = w < width ? load<F16>(out + r * stride + d + w * LANES) * decay[r] : F16{};
+        acc[r][w] = w < width ? load<F16>(out + r * stride + d + w * LANES) : F16{};
     if (width >= W) {
       for (int t = 0; t < n; t++) {
         const uint8_t* ahead = x.codes + (t + BLOCK) * x.stride;
@@ -129,7 +140,10 @@ static void mixture(const Rows& x, int n, const float (*weights)[BLOCK], const f
 }
 
 typedef void (*Products)(const Rows&, int, const float*, int, float (*)[BLOCK]);
-typedef void (*Mixture)(const Rows&, int, const float (*)[BLOCK], const float*, float*, int);
+typedef void (*Mixture)(const Rows&, int, const float (*)[BLOCK], float*, int);
+
+// Rows that are computed with for so many.
+inline int padded(int rows) { return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8; }
 
 template <int KIND>
 static Products products_for(int rows) {

@@ -34,7 +34,7 @@ constexpr float FULL_QUERY = 8323000.0f;  // what three signed bytes hold, less 
 struct IntegerKeys {
   alignas(64) int8_t query[SHARES][MAX_TERMS][16][16][4];  // (quad of elements, byte and row, element)
   alignas(64) int32_t lifted[SHARES][MAX_TERMS][16];       // what lifting by 128 adds to each product
-  alignas(64) float total[SHARES][MAX_GROUPS][SHARE];      // sum of a query's elements in each group, in units
+  alignas(64) float total[SHARES][MAX_GROUPS][SHARE];      // sum of a query's elements in each group
   alignas(64) int8_t plain[MAX_PIECES][BLOCK][PIECE];
   alignas(64) Tile sums[SHARES][MAX_TERMS][4];
   float unit[ROWS];                                        // of a row's fixed point
@@ -49,7 +49,6 @@ struct IntegerKeys {
     for (int r = 0; r < rows; r++) {
       const float* row = q + r * stride;
       const int share = r / SHARE, column = r % SHARE;
-      alignas(64) int32_t fixed[MAX_DIM];
       F16 most = fill(1e-30f), nothing = F16{};
       for (int d = 0; d < dim; d += LANES) {
         const F16 x = load<F16>(row + d);
@@ -59,26 +58,41 @@ struct IntegerKeys {
       // Fixed point knows neither NaN nor infinity: the unit carries them into every product.
       unit[r] = largest(most) / FULL_QUERY + sum(nothing);
       const __m512 per = _mm512_set1_ps(1.0f / unit[r]);
-      for (int d = 0; d < dim; d += LANES)
-        _mm512_store_si512(fixed + d, _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(row + d), per)));
+      int8_t bytes[PLANES][MAX_DIM];
+      for (int d = 0; d < dim; d += LANES) {
+        const __m512i x = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(row + d), per));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(32896)), 16);
+        const __m512i middle = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128((__m128i*)(bytes[0] + d), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128((__m128i*)(bytes[1] + d), _mm512_cvtepi32_epi8(middle));
+        _mm_storeu_si128((__m128i*)(bytes[2] + d), _mm512_cvtepi32_epi8(x));
+      }
       for (int g = 0; g < pieces.groups; g++) {
-        float sum = 0.0f;
-        for (int d = g * size; d < (g + 1) * size; d++) sum += row[d];
-        total[share][g][column] = sum / unit[r];
+        const float* of_group = row + g * size;
+        F16 sums_of = {};
+        const int many = size / LANES * LANES;
+        for (int d = 0; d < many; d += LANES) sums_of += load<F16>(of_group + d);
+        float all = sum(sums_of);
+        for (int d = many; d < size; d++) all += of_group[d];
+        total[share][g][column] = all;
       }
       for (int k = 0; k < pieces.terms; k++) {
         const Pieces::Term& term = pieces.term[k];
+        const int16_t* element = pieces.element[term.piece];
         int sums_of[PLANES] = {};
-        for (__mmask64 left = term.where; left; left &= left - 1) {
-          const int i = __builtin_ctzll(left), x = fixed[pieces.element[term.piece][i]];
-          const int high = (x + 32896) >> 16, rest = x - high * 65536, middle = (rest + 128) >> 8;
-          const int bytes[PLANES] = {high, middle, rest - middle * 256};
-          for (int plane = 0; plane < PLANES; plane++) {
-            query[share][k][i / 4][SHARE * plane + column][i % 4] = (int8_t)bytes[plane];
-            sums_of[plane] += bytes[plane];
+        for (int i = 0; i < PIECE; i += 4) {
+          const int here = (int)(term.where >> i & 15);
+          for (int plane = 0; plane < PLANES && here; plane++) {
+            int8_t* to = query[share][k][i / 4][SHARE * plane + column];
+            if (here == 15) memcpy(to, bytes[plane] + element[i], 4);  // multiples of 4 elements lie together
+            else
+              for (int j = 0; j < 4; j++)
+                if (here >> j & 1) to[j] = bytes[plane][element[i + j]];
+            for (int j = 0; j < 4 && LIFTED; j++) sums_of[plane] += to[j];
           }
         }
-        for (int plane = 0; plane < PLANES; plane++) lifted[share][k][SHARE * plane + column] = sums_of[plane] * 128;
+        for (int plane = 0; plane < PLANES && LIFTED; plane++)
+          lifted[share][k][SHARE * plane + column] = sums_of[plane] * 128;
       }
     }
   }
@@ -99,7 +113,8 @@ void expand_keys_as(const Rows& x, int n, const Pieces& pieces, IntegerKeys& key
     const uint8_t* row = x.codes + p * PIECE;
     int8_t *low = keys.plain[p][0], *high = keys.plain[each + p][0];
     for (int t = 0; t < n; t++, row += stride, low += PIECE, high += PIECE) {
-      ask_for(row + BLOCK * stride);
+      if (p == 0 && t % 4 == 0) x.ask(t / 4, 64);
+      if (t % 32 == 16) stay_awake();
       if constexpr (SHAPE == Pieces::BOTH) {
         const __m512i v = Codes<KIND>::both(_mm256_maskz_loadu_epi8((__mmask32)whole, row));
         _mm512_store_si512(low, _mm512_xor_si512(v, lift));
@@ -133,19 +148,18 @@ void multiply_keys(const Rows& x, int n, const Pieces& pieces, int rows, Integer
     const int64_t stride = there ? x.stride : PIECE;
     for (int s = 0; s < shares_of(rows); s++) {
 #if KVW_LEVEL >= 3
-      _tile_loadd(3, keys.query[s][k], 64);
-      for (int i = 0; i < 4; i += 2) {
-        if (there && k == 0 && s == 0)
-          for (int t = 16 * i; t < 16 * i + 32; t++) ask_for(x.codes + (t + BLOCK) * stride, stride);
-        _tile_zero(0);
-        _tile_loadd(2, from + 16 * i * stride, stride);
-        _tile_dpbssd(0, 2, 3);
-        _tile_zero(1);
-        _tile_loadd(2, from + 16 * (i + 1) * stride, stride);
-        _tile_dpbssd(1, 2, 3);
-        _tile_stored(0, keys.sums[s][k][i], 64);
-        _tile_stored(1, keys.sums[s][k][i + 1], 64);
-      }
+      _tile_loadd(0, keys.query[s][k], 64);
+#define KVW_SLOTS(i, a, sum)                        \
+  if (k == 0 && s == 0) x.ask(4 + i, 16);           \
+  _tile_zero(sum);                                  \
+  _tile_loadd(a, from + 16 * i * stride, stride);   \
+  _tile_dpbssd(sum, a, 0);                          \
+  _tile_stored(sum, keys.sums[s][k][i], 64);
+      KVW_SLOTS(0, 2, 4)
+      KVW_SLOTS(1, 3, 5)
+      KVW_SLOTS(2, 2, 4)
+      KVW_SLOTS(3, 3, 5)
+#undef KVW_SLOTS
 #else
       const __m512i none = _mm512_setzero_si512();
       const __m512i start =
@@ -168,26 +182,6 @@ void multiply_keys(const Rows& x, int n, const Pieces& pieces, int rows, Integer
   }
 }
 
-// One byte of the fixed point of four queries, for slots J, 4 + J, 8 + J and 12 + J.
-template <int J>
-inline __m512i four_slots(const int32_t (*sums)[16], int plane) {
-  const auto at = [&](int slot) { return _mm_load_si128((const __m128i*)(sums[slot] + SHARE * plane)); };
-  __m512i x = _mm512_castsi128_si512(at(J));
-  x = _mm512_inserti32x4(x, at(4 + J), 1);
-  x = _mm512_inserti32x4(x, at(8 + J), 2);
-  return _mm512_inserti32x4(x, at(12 + J), 3);
-}
-
-// What term k adds to the products of those slots.
-template <int KIND, int J>
-inline __m512 of_term(const int32_t (*sums)[16], __m512 scale, __m512 zero, __m512 total, bool moved, __m512 before) {
-  const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(four_slots<J>(sums, 0), 8), four_slots<J>(sums, 1));
-  const __m512 lower = _mm512_cvtepi32_ps(four_slots<J>(sums, 2));
-  const __m512 whole = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256.0f), lower);
-  const __m512 y = _mm512_fmadd_ps(whole, _mm512_permute_ps(scale, 0x55 * J), before);
-  return KIND == INT4 && moved ? _mm512_fmadd_ps(total, _mm512_permute_ps(zero, 0x55 * J), y) : y;
-}
-
 // y[j] holds slots j, 4 + j, 8 + j, 12 + j x 4 rows; row r goes to to[r].
 inline void turn(const __m512* y, int rows, const float* unit, float (*to)[BLOCK]) {
   const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(y[0], y[1])), b = _mm512_castps_pd(_mm512_unpackhi_ps(y[0], y[1]));
@@ -198,27 +192,50 @@ inline void turn(const __m512* y, int rows, const float* unit, float (*to)[BLOCK
     _mm512_storeu_ps(to[r], _mm512_mul_ps(_mm512_castpd_ps(each[r]), _mm512_set1_ps(unit[r])));
 }
 
+// x[j] holds four rows' products with slot j, in four parts of 128 bits that are added up; row r goes to to[r].
+inline void add_and_turn(const __m512* x, int rows, const float* unit, float (*to)[BLOCK]) {
+  __m512 y[4];  // part i of y[j] is slot 4 i + j
+  for (int j = 0; j < 4; j++) {
+    const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(x[j], x[4 + j], 0x44), _mm512_shuffle_f32x4(x[j], x[4 + j], 0xee));
+    const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x44),
+                                   _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xee));
+    y[j] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  turn(y, rows, unit, to);
+}
+
 template <int KIND>
 void collect_keys(const Rows& x, int n, const Pieces& pieces, const IntegerKeys& keys, int rows,
                   float (*logits)[BLOCK]) {
+  // What the bytes of fixed point are worth; the fourth part of a row of a tile is empty.
+  const __m512 worth = _mm512_insertf32x8(_mm512_set1_ps(0.0f), _mm256_setr_ps(65536, 65536, 65536, 65536, 256, 256, 256, 256), 0);
+  const __m512 worths = _mm512_insertf32x4(worth, _mm_set1_ps(1.0f), 2);
   for (int s = 0; s < shares_of(rows); s++) {
     const int share = rows - SHARE * s < SHARE ? rows - SHARE * s : SHARE;
     float unit[SHARE];
     for (int r = 0; r < share; r++) unit[r] = keys.unit[SHARE * s + r] * Codes<KIND>::UNIT;
     for (int t = 0; t < n; t += 16) {
-      __m512 y[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+      if (s == 0) x.ask(4 + t / 16, 8);
+      stay_awake();
+      __m512 y[16];
       for (int k = 0; k < pieces.terms; k++) {
-        const Pieces::Term& term = pieces.term[k];
-        const __m512 scale = _mm512_loadu_ps(x.scales + term.group * BLOCK + t);
-        const __m512 zero = KIND == INT4 ? _mm512_loadu_ps(x.zeros + term.group * BLOCK + t) : scale;
-        const __m512 total = _mm512_broadcast_f32x4(_mm_load_ps(keys.total[s][term.group]));
+        const float* scale = x.scales + pieces.term[k].group * BLOCK + t;
         const int32_t(*sums)[16] = keys.sums[s][k][t / 16];
-        y[0] = of_term<KIND, 0>(sums, scale, zero, total, term.fresh, y[0]);
-        y[1] = of_term<KIND, 1>(sums, scale, zero, total, term.fresh, y[1]);
-        y[2] = of_term<KIND, 2>(sums, scale, zero, total, term.fresh, y[2]);
-        y[3] = of_term<KIND, 3>(sums, scale, zero, total, term.fresh, y[3]);
+        for (int j = 0; j < 16; j++) {
+          const __m512 product = _mm512_cvtepi32_ps(_mm512_load_si512(sums[j]));
+          y[j] = k ? _mm512_fmadd_ps(product, _mm512_set1_ps(scale[j]), y[j]) : _mm512_mul_ps(product, _mm512_set1_ps(scale[j]));
+        }
       }
-      turn(y, share, unit, (float(*)[BLOCK])(logits[SHARE * s] + t));
+      for (int j = 0; j < 16; j++) y[j] = _mm512_mul_ps(y[j], worths);
+      float(*to)[BLOCK] = (float(*)[BLOCK])(logits[SHARE * s] + t);
+      add_and_turn(y, share, unit, to);
+      if (KIND == INT4)
+        for (int r = 0; r < share; r++) {
+          __m512 z = _mm512_loadu_ps(to[r]);
+          for (int g = 0; g < pieces.groups; g++)
+            z = _mm512_fmadd_ps(_mm512_loadu_ps(x.zeros + g * BLOCK + t), _mm512_set1_ps(keys.total[s][g][r]), z);
+          _mm512_storeu_ps(to[r], z);
+        }
     }
   }
 }
@@ -233,32 +250,36 @@ struct IntegerValues {
   alignas(64) Tile sums[MAX_PIECES][4][SHARES];
   alignas(64) float mixed[ROWS][MAX_PIECES][4][16];          // the running output, less the zero points' part
   alignas(64) float moved[ROWS][MAX_GROUPS][16];             // and that, in 16 parts
-  float unit[MAX_GROUPS][ROWS];
+  float unit[2][MAX_GROUPS][ROWS];                           // of the weights of even and odd blocks
 
   void clear(const Pieces& pieces) {
     for (int r = 0; r < ROWS; r++) memset(mixed[r], 0, sizeof mixed[r][0] * pieces.count);
     for (int r = 0; r < ROWS; r++) memset(moved[r], 0, sizeof moved[r][0] * pieces.groups);
-  }
-  void decay(int rows, const Pieces& pieces, const float* by) {
-    for (int r = 0; r < rows; r++) {
-      if (by[r] == 1.0f) continue;
-      for (int p = 0; p < pieces.count; p++)
-        for (int j = 0; j < 4; j++) store(mixed[r][p][j], load<F16>(mixed[r][p][j]) * by[r]);
-      for (int g = 0; g < pieces.groups; g++) store(moved[r][g], load<F16>(moved[r][g]) * by[r]);
-    }
   }
   void write(float* out, int stride, int rows, int size, const Pieces& pieces) const {
     for (int r = 0; r < rows; r++) {
       float of_group[MAX_GROUPS];
       for (int g = 0; g < pieces.groups; g++) of_group[g] = sum(load<F16>(moved[r][g]));
       for (int p = 0; p < pieces.count; p++)
-        for (int i = 0; i < PIECE; i++) {
-          const int d = pieces.element[p][i];
-          if (d >= 0) out[r * stride + d] = mixed[r][p][i / 16][i % 16] + of_group[d / size];
+        for (int j = 0; j < 4; j++) {
+          if (pieces.group[p][j] < 0) continue;
+          const int16_t* d = pieces.element[p] + 16 * j;
+          const F16 x = load<F16>(mixed[r][p][j]) + of_group[d[0] / size];
+          if (d[15] == d[0] + 15) {
+            store(out + r * stride + d[0], x);
+            continue;
+          }
+          float each[LANES];
+          store(each, x);
+          for (int i = 0; i < LANES; i++)
+            if (d[i] >= 0) out[r * stride + d[i]] = each[i];
         }
     }
   }
 };
+
+// Which four slots of a block weights 4 i to 4 i + 3 belong to, so that bytes are parted within lanes of 128 bits.
+inline int quad_of(int i) { return i % 4 * 4 + i / 4; }
 
 // The same 64 bytes of four slots' vectors to a row of four tiles: tile j gets bytes 16 j to 16 j + 15, a slot at a time.
 inline void interleave(const __m512i* v, __m512i* tiles) {
@@ -281,11 +302,13 @@ void interleave_values_as(const Rows& x, int n, const Pieces& pieces, IntegerVal
   for (int p = 0; p < each; p++) {
     const __mmask64 whole = pieces.whole[p];
     const uint8_t* row = x.codes + p * PIECE;
-    for (int i = 0; i < 16; i++) {
+    for (int quad = 0; quad < 16; quad++) {
+      const int i = quad_of(quad);  // its own inverse
+      if (p == 0) x.ask(quad, 64);
+      if (quad % 4 == 0) stay_awake();
       __m512i v[4];
       for (int j = 0; j < 4; j++, row += stride) {
-        ask_for(row + BLOCK * stride);
-        const __mmask64 there = 4 * i + j < n ? whole : 0;
+        const __mmask64 there = 4 * quad + j < n ? whole : 0;
         if constexpr (SHAPE == Pieces::BOTH) v[j] = Codes<KIND>::both(_mm256_maskz_loadu_epi8((__mmask32)there, row));
         else v[j] = _mm512_maskz_loadu_epi8(there, row);
       }
@@ -310,12 +333,24 @@ void interleave_values(const Rows& x, int n, const Pieces& pieces, IntegerValues
   else interleave_values_as<KIND, Pieces::SPLIT>(x, n, pieces, values);
 }
 
+// The bytes of 64 numbers, each byte to a row of its own, in the order of ``quad_of``.
+inline void part(const __m512i* x, uint8_t* low, uint8_t* middle, uint8_t* high) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  __m512i y[4];
+  for (int i = 0; i < 4; i++) y[i] = _mm512_shuffle_epi8(x[i], order);
+  const __m512i a = _mm512_unpacklo_epi32(y[0], y[1]), b = _mm512_unpacklo_epi32(y[2], y[3]);
+  const __m512i c = _mm512_unpackhi_epi32(y[0], y[1]), d = _mm512_unpackhi_epi32(y[2], y[3]);
+  _mm512_store_si512(low, _mm512_unpacklo_epi64(a, b));
+  _mm512_store_si512(middle, _mm512_unpackhi_epi64(a, b));
+  _mm512_store_si512(high, _mm512_unpacklo_epi64(c, d));
+}
 // Weights times scales in fixed point; weights of slots beyond the block's are 0.
 template <int KIND>
 static void weigh_values(const Rows& x, const Pieces& pieces, const float (*weights)[BLOCK], const float* most, int rows,
-                         IntegerValues& values) {
+                         int turn, IntegerValues& values) {
   const int share = share_of(rows);
   for (int g = 0; g < pieces.groups; g++) {
+    stay_awake();
     __m512 scale[4], zero[4];
     for (int i = 0; i < 4; i++) {
       scale[i] = _mm512_loadu_ps(x.scales + g * BLOCK + 16 * i);
@@ -330,24 +365,23 @@ static void weigh_values(const Rows& x, const Pieces& pieces, const float (*weig
     for (int r = 0; r < rows; r++) {
       // Each block has its own unit: a small weight of a long tail must not round to nothing.
       const float top = largest * most[r] <= 1e-30f ? 1e-30f : largest * most[r];
-      values.unit[g][r] = top * (Codes<KIND>::UNIT / FULL_WEIGHT);
+      values.unit[turn][g][r] = top * (Codes<KIND>::UNIT / FULL_WEIGHT);
       const __m512 per = _mm512_set1_ps(FULL_WEIGHT / top);
       uint8_t(*to)[PIECE] = values.weights[g][r / share] + r % share;
       __m512 moved = KIND == INT4 ? _mm512_load_ps(values.moved[r][g]) : _mm512_setzero_ps();
+      __m512i fixed[4];
       for (int i = 0; i < 4; i++) {
         const __m512 p = _mm512_loadu_ps(weights[r] + 16 * i);
         if (KIND == INT4) moved = _mm512_fmadd_ps(p, zero[i], moved);
-        const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(p, scale[i]), per));
-        _mm_store_si128((__m128i*)(to[0] + 16 * i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(fixed, 16)));
-        _mm_store_si128((__m128i*)(to[share] + 16 * i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(fixed, 8)));
-        _mm_store_si128((__m128i*)(to[2 * share] + 16 * i), _mm512_cvtepi32_epi8(fixed));
+        fixed[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(p, scale[i]), per));
       }
+      part(fixed, to[2 * share], to[share], to[0]);
       if (KIND == INT4) _mm512_store_ps(values.moved[r][g], moved);
     }
   }
 }
 
-void multiply_values(const Pieces& pieces, int rows, IntegerValues& values) {
+void multiply_values(const Rows& x, const Pieces& pieces, int rows, IntegerValues& values) {
   for (int i = 0; i < shares_of(rows); i++) {
 #if KVW_LEVEL >= 3
     int loaded = -1;
@@ -357,19 +391,21 @@ void multiply_values(const Pieces& pieces, int rows, IntegerValues& values) {
     for (int p = 0; p < pieces.count; p++)
       for (int j = 0; j < 4; j++) {
         const int group = pieces.group[p][j];
+        if (i == 0 && p == 0) x.ask(4 + j, 16);
         if (group < 0) continue;
 #if KVW_LEVEL >= 3
-        if (loaded != group) _tile_loadd(6, values.weights[group][i], PIECE);
+        if (loaded != group) _tile_loadd(1, values.weights[group][i], PIECE);
         loaded = group;
-        _tile_loadd(7, values.quads[p][j], PIECE);
         if (j % 2 == 0) {
-          _tile_zero(4);
-          _tile_dpbusd(4, 6, 7);
-          _tile_stored(4, values.sums[p][j][i], 64);
+          _tile_zero(6);
+          _tile_loadd(2, values.quads[p][j], PIECE);
+          _tile_dpbusd(6, 1, 2);
+          _tile_stored(6, values.sums[p][j][i], 64);
         } else {
-          _tile_zero(5);
-          _tile_dpbusd(5, 6, 7);
-          _tile_stored(5, values.sums[p][j][i], 64);
+          _tile_zero(7);
+          _tile_loadd(3, values.quads[p][j], PIECE);
+          _tile_dpbusd(7, 1, 3);
+          _tile_stored(7, values.sums[p][j][i], 64);
         }
 #else
         for (int r = 0; r < used; r += PLANES) {
@@ -390,11 +426,13 @@ void multiply_values(const Pieces& pieces, int rows, IntegerValues& values) {
   }
 }
 
-void collect_values(const Pieces& pieces, int rows, IntegerValues& values) {
+void collect_values(const Rows& x, const Pieces& pieces, int rows, int turn, IntegerValues& values) {
   const int share = share_of(rows);
   for (int p = 0; p < pieces.count; p++)
     for (int j = 0; j < 4; j++) {
       const int group = pieces.group[p][j];
+      if (p == 0) x.ask(4 + j, 8);
+      if (j % 2 == 0) stay_awake();
       if (group < 0) continue;
       for (int r = 0; r < rows; r++) {
         const int32_t(*sums)[16] = values.sums[p][j][r / share] + r % share;
@@ -403,7 +441,7 @@ void collect_values(const Pieces& pieces, int rows, IntegerValues& values) {
         const __m512 lower = _mm512_cvtepi32_ps(_mm512_load_si512(sums[2 * share]));
         const __m512 whole = _mm512_fmadd_ps(upper, _mm512_set1_ps(256.0f), lower);
         float* to = values.mixed[r][p][j];
-        _mm512_store_ps(to, _mm512_fmadd_ps(whole, _mm512_set1_ps(values.unit[group][r]), _mm512_load_ps(to)));
+        _mm512_store_ps(to, _mm512_fmadd_ps(whole, _mm512_set1_ps(values.unit[turn][group][r]), _mm512_load_ps(to)));
       }
     }
 }

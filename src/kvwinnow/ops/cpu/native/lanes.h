@@ -142,6 +142,20 @@ inline F16 from_e2m1(U16 c) {
 
 // exp of x <= 88, good to 2e-7 relative; 0 from -87 down, where results would be subnormal; NaN for NaN and infinity.
 inline F16 exponential(F16 x) {
+#if KVW_LEVEL >= 2
+  const __m512 y = _mm512_max_ps(_mm512_set1_ps(-90.0f), (__m512)x);  // NaN stays
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 8);
+  __m512 z = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), y);
+  z = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), z);
+  __m512 s = _mm512_fmadd_ps(z, _mm512_set1_ps(1.9875691500e-4f), _mm512_set1_ps(1.3981999507e-3f));
+  s = _mm512_fmadd_ps(s, z, _mm512_set1_ps(8.3334519073e-3f));
+  s = _mm512_fmadd_ps(s, z, _mm512_set1_ps(4.1665795894e-2f));
+  s = _mm512_fmadd_ps(s, z, _mm512_set1_ps(1.6666665459e-1f));
+  s = _mm512_fmadd_ps(s, z, _mm512_set1_ps(5.0000001201e-1f));
+  s = _mm512_fmadd_ps(s, _mm512_mul_ps(z, z), _mm512_add_ps(z, _mm512_set1_ps(1.0f)));
+  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLE_UQ);
+  return (F16)_mm512_maskz_scalef_ps(seen, s, n);
+#endif
   const F16 magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F16 whole = (x * 1.44269504f + magic) - magic;
   const F16 f = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;

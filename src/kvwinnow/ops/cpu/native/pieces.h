@@ -30,8 +30,19 @@ struct Pieces {
     __mmask64 where;  // its bytes in the piece
   } term[MAX_TERMS];
 
+  int of[3];  // what they are laid out for
+  bool fit;
+
+  void forget() { of[0] = -1; }
   // False if 16 bytes of a piece would hold elements of two groups.
   bool prepare(int kind, int dim, int size) {
+    if (of[0] == kind && of[1] == dim && of[2] == size) return fit;
+    of[0] = kind, of[1] = dim, of[2] = size;
+    return fit = lay_out(kind, dim, size);
+  }
+
+ private:
+  bool lay_out(int kind, int dim, int size) {
     const int half = dim / 2;
     memset(element, -1, sizeof element);
     groups = dim / size;
@@ -105,11 +116,6 @@ struct Codes {
     return _mm512_shuffle_epi8(table, codes);
   }
 };
-// The vectors of the next block are brought to the second cache while this one is computed with: the first is too small.
-inline void ask_for(const uint8_t* byte) { _mm_prefetch((const char*)byte, _MM_HINT_T1); }
-inline void ask_for(const uint8_t* vector, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) ask_for(vector + i);
-}
 
 typedef int32_t Tile[16][16];
 
@@ -119,20 +125,23 @@ struct TileShapes {
   uint16_t bytes[16];
   uint8_t rows[16];
 };
-// ``weights``: rows of a tile of weights.
-// Tiles 0 and 1: sums of 16 x 16; 2 and 3: A and B of keys; 4 and 5: sums over slots; 6 and 7: A and B of values.
-inline void shape_tiles(int weights) {
+// Tile 0: queries; 1: weights; 2 and 3: what is read; 4 and 5: sums of keys; 6 and 7: sums of values. ``rows`` are those
+// of weights and of sums of values.
+inline void shape_tiles(int rows) {
   TileShapes shapes = {};
   shapes.palette = 1;
-  for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = 16;
-  for (int i = 4; i < 7; i++) shapes.rows[i] = (uint8_t)weights;
+  for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = (uint8_t)(i == 1 || i >= 6 ? rows : 16);
   _tile_loadconfig(&shapes);
 }
 inline void release_tiles() { _tile_release(); }
+// Without products for some 300 ns, the unit that makes them falls asleep, and waking it takes as long again. So longer
+// steps without tiles have a product now and then whose result nobody reads.
+inline void stay_awake() { _tile_dpbssd(4, 2, 3); }
 constexpr bool LIFTED = false;
 #else
 inline void shape_tiles(int) {}
 inline void release_tiles() {}
+inline void stay_awake() {}
 constexpr bool LIFTED = true;
 #endif
 
