@@ -20,13 +20,14 @@ struct Rows {
   const float* scales;  // (groups, BLOCK)
   const float* zeros;   // (groups, BLOCK), INT4 only
 
+  const uint8_t* later;  // the block AHEAD of this one
+  int64_t size;          // and its bytes
+
   // Later blocks are brought to the second cache while this one is computed with, some lines in each step: memory is slow
   // to answer and takes only so many questions at once. ``part`` of ``parts``, a power of two.
   inline void ask(int part, int parts) const {
-    const int64_t bytes = BLOCK * stride;
-    const uint8_t* later = codes + bytes * AHEAD;
-    const int64_t stop = bytes * (part + 1) / parts;
-    for (int64_t at = bytes * part / parts / 64 * 64; at < stop; at += 64) __builtin_prefetch(later + at, 0, 2);
+    const int64_t stop = size * (part + 1) / parts;
+    for (int64_t at = size * part / parts / 64 * 64; at < stop; at += 64) __builtin_prefetch(later + at, 0, 2);
   }
 };
 

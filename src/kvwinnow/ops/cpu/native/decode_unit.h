@@ -5,6 +5,7 @@
 
 #include "decode_bfloat16.h"
 #include "decode_float.h"
+#include "decode_fp4.h"
 #include "decode_integer.h"
 
 namespace KVW_NS {
@@ -20,7 +21,7 @@ constexpr float LOWEST = -1e30f;  // running maximum before the first visible sl
 
 // Scales (or zero points) of n slots from their stored form (n, groups) to float32 (groups, BLOCK).
 template <int SIZE, F16 (*DECODE)(const uint8_t*)>
-void decode_scales_as(const uint8_t* from, int n, int groups, float factor, float* to) {
+void decode_scales_as(const uint8_t* from, int n, int groups, float* to) {
   const int count = n * groups;
   int slot = 0, group = 0;
   for (int i = 0; i < count; i += LANES) {
@@ -31,7 +32,7 @@ void decode_scales_as(const uint8_t* from, int n, int groups, float factor, floa
       memcpy(few, x, (size_t)((count - i) * SIZE));
       x = few;
     }
-    const F16 v = DECODE(x) * factor;
+    const F16 v = DECODE(x);
     if (groups == 1) {
       store(to + i, v);
       continue;
@@ -54,10 +55,10 @@ void decode_scales_as(const uint8_t* from, int n, int groups, float factor, floa
   }
 }
 
-void decode_scales(int kind, const uint8_t* from, int n, int groups, float factor, float* to) {
-  if (kind == FP4_NV) decode_scales_as<1, from_e4m3>(from, n, groups, factor, to);
-  else if (kind == FP4_MX) decode_scales_as<1, from_e8m0>(from, n, groups, factor, to);
-  else decode_scales_as<2, from_float16>(from, n, groups, factor, to);
+void decode_scales(int kind, const uint8_t* from, int n, int groups, float* to) {
+  if (kind == FP4_NV) decode_scales_as<1, from_e4m3>(from, n, groups, to);
+  else if (kind == FP4_MX) decode_scales_as<1, from_e8m0>(from, n, groups, to);
+  else decode_scales_as<2, from_float16>(from, n, groups, to);
 }
 
 inline int element_bits(int kind) {
@@ -70,7 +71,7 @@ struct Place {
   const uint8_t *codes, *scales, *zeros;
   int64_t stride, scale_stride;
   int dim, group, groups;
-  float factor;  // on the scales
+  float factor;  // on all of them
 
   Place(const Storage& s, int64_t b, int64_t h, int64_t heads, int dimension)
       : storage(s),
@@ -86,14 +87,20 @@ struct Place {
   }
   // A block of them; where its scales will be, there is room for MAX_GROUPS x BLOCK numbers.
   Rows block(int64_t start, float* scale, float* zero) const {
-    return {storage.kind, codes + start * stride, stride, dim, group, groups, scale, zero};
+    const uint8_t* at = codes + start * stride;
+    return {storage.kind, at, stride, dim, group, groups, scale, zero, at + AHEAD * BLOCK * stride, BLOCK * stride};
   }
+  // Scales and zero points in the order (groups, BLOCK); those of slots beyond n are 0.
   void decode(int64_t start, int n, float* scale, float* zero) const {
     if (!groups) return;
     const size_t all = sizeof(float) * BLOCK * groups;
     if (n < BLOCK) memset(scale, 0, all), memset(zero, 0, all);
-    decode_scales(storage.kind, scales + start * scale_stride, n, groups, factor, scale);
-    if (storage.kind == INT4) decode_scales(INT4, zeros + start * scale_stride, n, groups, factor, zero);
+    decode_scales(storage.kind, scales + start * scale_stride, n, groups, scale);
+    if (storage.kind == INT4) decode_scales(INT4, zeros + start * scale_stride, n, groups, zero);
+  }
+  // Scales as they lie.
+  void decode_in_place(int64_t start, int n, float* scale) const {
+    decode_scales(storage.kind, scales + start * scale_stride, n * groups, 1, scale);
   }
 };
 
@@ -102,7 +109,7 @@ struct Workspace {
   alignas(64) float q[ROWS][MAX_DIM];
   alignas(64) float logits[BLOCKS][ROWS][BLOCK];  // and then the weights
   alignas(64) float mix[ROWS][MAX_DIM];
-  alignas(64) float scales[BLOCK * MAX_GROUPS + LANES], zeros[BLOCK * MAX_GROUPS + LANES];
+  alignas(64) float scales[2][BLOCK * MAX_GROUPS + LANES], zeros[2][BLOCK * MAX_GROUPS + LANES];  // even and odd blocks
   float most[BLOCKS][ROWS];          // largest weights of a block
   const Segment* prepared;           // whose keys, and which rows of queries, q and the keys' part are for
   int64_t prepared_row;
@@ -123,6 +130,7 @@ struct Workspace {
 #if KVW_LEVEL >= 3
   WideKeys wide_keys;
   WideValues wide_values;
+  Widened widened;
 #endif
 };
 
@@ -134,6 +142,7 @@ struct Partial {
 // How keys and values of a kind go through a block, see decode_integer.h. What has no steps between does it all in
 // ``multiply``.
 struct Steps {
+  void (*decode)(const Place&, int64_t, int, float*, float*);
   bool (*prepare_keys)(const Place&, int, Workspace&);
   void (*expand_keys)(const Rows&, int, Workspace&);
   void (*multiply_keys)(const Rows&, int, int, int, Workspace&);
@@ -149,6 +158,7 @@ struct Steps {
 
 static const Steps& in_floats() {
   static constexpr Steps steps = {
+      [](const Place& x, int64_t start, int n, float* scale, float* zero) { x.decode(start, n, scale, zero); },
       [](const Place&, int, Workspace&) { return true; },
       [](const Rows&, int, Workspace&) {},
       [](const Rows& x, int n, int block, int rows, Workspace& w) {
@@ -174,6 +184,7 @@ static const Steps& in_floats() {
 template <int KIND>
 static const Steps& in_integers() {
   static constexpr Steps steps = {
+      [](const Place& x, int64_t start, int n, float* scale, float* zero) { x.decode(start, n, scale, zero); },
       [](const Place& x, int rows, Workspace& w) {
         if (!w.key_pieces.prepare(KIND, x.dim, x.group)) return false;
         w.keys.prepare(w.key_pieces, w.q[0], MAX_DIM, rows, x.dim);
@@ -205,6 +216,7 @@ static const Steps& in_integers() {
 #if KVW_LEVEL >= 3
 static const Steps& in_bfloat16() {
   static constexpr Steps steps = {
+      [](const Place&, int64_t, int, float*, float*) {},
       [](const Place& x, int rows, Workspace& w) {
         if (x.dim % WIDE) return false;
         w.wide_keys.prepare(w.q[0], MAX_DIM, rows, x.dim);
@@ -227,9 +239,49 @@ static const Steps& in_bfloat16() {
 }
 #endif
 
-static const Steps& steps_for(int kind) {
+#if KVW_LEVEL >= 3
+static const Steps& in_widened_fp4() {
+  static constexpr Steps steps = {
+      [](const Place& x, int64_t start, int n, float* scale, float*) { x.decode_in_place(start, n, scale); },
+      [](const Place& x, int rows, Workspace& w) {
+        if (x.dim % WIDE) return false;
+        alignas(64) float q[ROWS][MAX_DIM];
+        for (int r = 0; r < rows; r++)
+          for (int d = 0; d < x.dim; d++) q[r][d] = w.q[r][halves_at(d, x.dim)];
+        w.wide_keys.prepare(q[0], MAX_DIM, rows, x.dim);
+        return true;
+      },
+      [](const Rows& x, int n, Workspace& w) { widen(x, n, w.widened); },
+      [](const Rows& x, int n, int, int, Workspace& w) { multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys); },
+      [](const Rows& x, int n, int block, int rows, Workspace& w) {
+        collect_wide_keys(x, n, w.wide_keys, rows, w.logits[block]);
+      },
+      [](const Place& x, Workspace&) { return x.dim % WIDE == 0; },
+      [](const Place& x, Workspace& w) { w.wide_values.clear(x.dim); },
+      [](const Rows&, int block, int rows, Workspace& w) { weigh_wide_values(w.logits[block], rows, w.wide_values); },
+      [](const Rows& x, int n, Workspace& w) {
+        widen(x, n, w.widened);
+        interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
+      },
+      [](const Rows& x, int, int, int, Workspace& w) { multiply_wide_values(x, w.wide_values); },
+      [](const Rows& x, int, int rows, Workspace& w) { collect_wide_values(x, rows, w.wide_values); },
+      [](const Place& x, int rows, Workspace& w) {
+        alignas(64) float mix[ROWS][MAX_DIM];
+        w.wide_values.write(mix[0], MAX_DIM, rows, x.dim);
+        for (int r = 0; r < rows; r++)
+          for (int d = 0; d < x.dim; d++) w.mix[r][halves_at(d, x.dim)] = mix[r][d];
+      },
+  };
+  return steps;
+}
+#endif
+
+static const Steps& steps_for(const Place& x) {
+  const int kind = x.storage.kind;
 #if KVW_LEVEL >= 3
   if (kind == BFLOAT16) return in_bfloat16();
+  // Four groups in a piece of 64 elements would want four products.
+  if ((kind == FP4_NV || kind == FP4_MX) && x.group == LANES) return in_widened_fp4();
 #endif
 #if KVW_LEVEL >= 2
   if (kind == INT8) return in_integers<INT8>();
@@ -250,7 +302,7 @@ inline F16 capped(F16 x, float cap) {
 
 // From logits to weights, for ``count`` slots of the rows; ``kept`` gets the logits as the softmax sees them.
 static void soften(const Decode& call, int64_t row, int rows, const int32_t* positions, int32_t lowest, int count,
-                   const Rows& values, bool tiles, Workspace& w, Partial& partial, float* kept) {
+                   const Rows& values, float factor, bool tiles, Workspace& w, Partial& partial, float* kept) {
   const F16 hidden = fill(-INFINITY);
   F16 most[ROWS];
   float shift[ROWS];
@@ -263,7 +315,7 @@ static void soften(const Decode& call, int64_t row, int rows, const int32_t* pos
     const I16 where = left >= LANES ? load<I16>(positions + at) : load_some(positions + at, left, I16{} - 1);
     for (int r = 0; r < rows; r++) {
       float* logits = w.logits[at / BLOCK][r] + at % BLOCK;
-      F16 x = (load<F16>(logits) + shift[r]) * call.scale;
+      F16 x = (load<F16>(logits) * factor + shift[r]) * call.scale;
       if (call.softcap > 0) x = capped(x, call.softcap);
       x = select(where > lowest, x, hidden);
       most[r] = larger(most[r], x);
@@ -306,7 +358,7 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
   const Place keys(segment.keys, b, h, call.kv_heads, (int)call.dim);
   const Place values(segment.values, b, h, call.kv_heads, (int)call.value_dim);
   const int64_t row = head * call.rows + row0;
-  const Steps *of_keys = &steps_for(keys.storage.kind), *of_values = &steps_for(values.storage.kind);
+  const Steps *of_keys = &steps_for(keys), *of_values = &steps_for(values);
   const bool tiles = of_keys != &in_floats() || of_values != &in_floats();
 #if KVW_LEVEL >= 2
   // One for both, since what shaping costs is the waking of the unit that multiplies tiles.
@@ -330,24 +382,28 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
 
   for (int i = 0; i <= blocks; i++) {
     const int64_t at = start + i * BLOCK;
-    const Rows k = keys.block(at, w.scales, w.zeros);
-    if (i < blocks) of_keys->expand_keys(k, filled(i), w);
-    if (i > 0) of_keys->collect_keys(k, filled(i - 1), i - 1, rows, w);
-    if (i == blocks) break;
-    keys.decode(at, filled(i), w.scales, w.zeros);
-    of_keys->multiply_keys(k, filled(i), i, rows, w);
+    const Rows k = keys.block(at, w.scales[i % 2], w.zeros[i % 2]);
+    if (i < blocks) {
+      of_keys->decode(keys, at, filled(i), w.scales[i % 2], w.zeros[i % 2]);
+      of_keys->expand_keys(k, filled(i), w);
+    }
+    if (i > 0) {
+      const Rows before = keys.block(at - BLOCK, w.scales[1 - i % 2], w.zeros[1 - i % 2]);
+      of_keys->collect_keys(before, filled(i - 1), i - 1, rows, w);
+    }
+    if (i < blocks) of_keys->multiply_keys(k, filled(i), i, rows, w);
   }
 
   const int32_t* positions = call.positions + b * call.positions_batch + h * call.positions_head + segment.first + start;
-  soften(call, row, rows, positions, call.lowest ? call.lowest[head] : -1, count, values.block(start, nullptr, nullptr), tiles, w,
+  soften(call, row, rows, positions, call.lowest ? call.lowest[head] : -1, count, values.block(start, nullptr, nullptr), keys.factor, tiles, w,
          partial, kept);
 
   of_values->clear_values(values, w);
   for (int i = 0; i <= blocks; i++) {
     const int64_t at = start + i * BLOCK;
-    const Rows v = values.block(at, w.scales, w.zeros);
+    const Rows v = values.block(at, w.scales[0], w.zeros[0]);
     if (i < blocks) {
-      values.decode(at, filled(i), w.scales, w.zeros);
+      of_values->decode(values, at, filled(i), w.scales[0], w.zeros[0]);
       of_values->weigh_values(v, i, rows, w);
       of_values->interleave_values(v, filled(i), w);
     }
@@ -355,7 +411,8 @@ static void unit(const Decode& call, const Segment& segment, int64_t b, int64_t 
     if (i < blocks) of_values->multiply_values(v, filled(i), i, rows, w);
   }
   of_values->write_values(values, rows, w);
-  for (int r = 0; r < rows; r++) memcpy(out + r * call.value_dim, w.mix[r], sizeof(float) * call.value_dim);
+  for (int r = 0; r < rows; r++)
+    for (int d = 0; d < values.dim; d += LANES) store(out + r * call.value_dim + d, load<F16>(w.mix[r] + d) * values.factor);
 }
 
 }  // namespace
