@@ -118,8 +118,7 @@ struct WideValues {
 static void interleave_wide_values(const Rows& x, int n, WideValues& values) {
   for (int i = 0; i < BLOCK / 2; i++) {
     const uint8_t* row = x.codes + 2 * i * x.stride;
-    x.ask(i, 64);
-    if (i % 8 == 0) stay_awake();
+    if (i % 4 == 0) x.ask(i / 4, 16), stay_awake();
     for (int p = 0; p < x.dim / WIDE; p++) {
       const __m512i none = _mm512_setzero_si512();
       const __m512i a = 2 * i < n ? _mm512_loadu_si512(row + p * PIECE) : none;

@@ -21,13 +21,13 @@ struct Rows {
   const float* zeros;   // (groups, BLOCK), INT4 only
 
   const uint8_t* later;  // the block AHEAD of this one
-  int64_t size;          // and its bytes
+  uint32_t size;         // and its bytes
 
   // Later blocks are brought to the second cache while this one is computed with, some lines in each step: memory is slow
   // to answer and takes only so many questions at once. ``part`` of ``parts``, a power of two.
   inline void ask(int part, int parts) const {
-    const int64_t stop = size * (part + 1) / parts;
-    for (int64_t at = size * part / parts / 64 * 64; at < stop; at += 64) __builtin_prefetch(later + at, 0, 2);
+    const uint32_t from = size * (uint32_t)part / (uint32_t)parts & ~63u, to = size * (uint32_t)(part + 1) / (uint32_t)parts;
+    for (uint32_t at = from; at < to; at += 64) __builtin_prefetch(later + at, 0, 2);
   }
 };
 

@@ -113,8 +113,10 @@ void expand_keys_as(const Rows& x, int n, const Pieces& pieces, IntegerKeys& key
     const uint8_t* row = x.codes + p * PIECE;
     int8_t *low = keys.plain[p][0], *high = keys.plain[each + p][0];
     for (int t = 0; t < n; t++, row += stride, low += PIECE, high += PIECE) {
-      if (p == 0 && t % 4 == 0) x.ask(t / 4, 64);
-      if (t % 32 == 16) stay_awake();
+      if (t % 16 == 0) {
+        if (p == 0) x.ask(t / 16, 16);
+        stay_awake();
+      }
       if constexpr (SHAPE == Pieces::BOTH) {
         const __m512i v = Codes<KIND>::both(_mm256_maskz_loadu_epi8((__mmask32)whole, row));
         _mm512_store_si512(low, _mm512_xor_si512(v, lift));
@@ -304,8 +306,10 @@ void interleave_values_as(const Rows& x, int n, const Pieces& pieces, IntegerVal
     const uint8_t* row = x.codes + p * PIECE;
     for (int quad = 0; quad < 16; quad++) {
       const int i = quad_of(quad);  // its own inverse
-      if (p == 0) x.ask(quad, 64);
-      if (quad % 4 == 0) stay_awake();
+      if (quad % 4 == 0) {
+        if (p == 0) x.ask(quad / 4, 16);
+        stay_awake();
+      }
       __m512i v[4];
       for (int j = 0; j < 4; j++, row += stride) {
         const __mmask64 there = 4 * quad + j < n ? whole : 0;

@@ -1,5 +1,5 @@
 // Attention of a few queries over slots, in one pass over memory ("flash decoding"): each unit of work is a run of slots
-// of one KV head; it keeps a running maximum, sum and output, and units are merged by their log-sum-exp.
+// of one KV head (decode_unit.h), and units are merged by their log-sum-exp.
 // Compiled once for each level, see levels.h.
 
 #include <cstdlib>

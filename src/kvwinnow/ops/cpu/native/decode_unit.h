@@ -17,7 +17,7 @@ using namespace kvw;
 inline void stay_awake() {}
 #endif
 
-constexpr float LOWEST = -1e30f;  // running maximum before the first visible slot: exp(-inf - LOWEST) is 0, not NaN
+constexpr float LOWEST = -1e30f;  // maximum where no slot is visible: exp(-inf - LOWEST) is 0, not NaN
 
 // Scales (or zero points) of n slots from their stored form (n, groups) to float32 (groups, BLOCK).
 template <int SIZE, F16 (*DECODE)(const uint8_t*)>
@@ -88,7 +88,7 @@ struct Place {
   // A block of them; where its scales will be, there is room for MAX_GROUPS x BLOCK numbers.
   Rows block(int64_t start, float* scale, float* zero) const {
     const uint8_t* at = codes + start * stride;
-    return {storage.kind, at, stride, dim, group, groups, scale, zero, at + AHEAD * BLOCK * stride, BLOCK * stride};
+    return {storage.kind, at, stride, dim, group, groups, scale, zero, at + AHEAD * BLOCK * stride, (uint32_t)(BLOCK * stride)};
   }
   // Scales and zero points in the order (groups, BLOCK); those of slots beyond n are 0.
   void decode(int64_t start, int n, float* scale, float* zero) const {
@@ -310,8 +310,10 @@ static void soften(const Decode& call, int64_t row, int rows, const int32_t* pos
   const int64_t lines = AHEAD * values.stride;
   for (int at = 0; at < count; at += LANES) {
     const int left = count - at;
-    for (int64_t i = lines * at / CHUNK; i < lines * (at + LANES) / CHUNK; i++) __builtin_prefetch(values.codes + i * 64, 0, 2);
-    if (tiles && at % BLOCK == 0) stay_awake();
+    if (at % BLOCK == 0) {
+      for (int64_t i = lines * at / CHUNK; i < lines * (at + BLOCK) / CHUNK; i++) __builtin_prefetch(values.codes + i * 64, 0, 2);
+      if (tiles) stay_awake();
+    }
     const I16 where = left >= LANES ? load<I16>(positions + at) : load_some(positions + at, left, I16{} - 1);
     for (int r = 0; r < rows; r++) {
       float* logits = w.logits[at / BLOCK][r] + at % BLOCK;
