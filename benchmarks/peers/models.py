@@ -1,4 +1,4 @@
-"""The models that all peers run, made once into the user's cache folder. Runners that want another form make it beside.
+"""The models that all peers run, made once into the user's cache folder. Runners that want another form make it in NAME.forms.
 
 Nothing is downloaded. SmolLM2 is the default model, read from its 4-bit GGUF file and rounded to bfloat16; the other is
 a Llama of 1B shape with random weights, of which only speed and bytes mean something.
@@ -68,8 +68,8 @@ def _stamped(target: Path) -> bool:
 
 @contextmanager
 def _draft(target: Path) -> Iterator[Path]:
-    # Under the lock every folder of this prefix is what a killed process left.
-    for stale in (target, *target.parent.glob(f".{target.name}-*")):
+    # Under the lock every folder of this prefix is what a killed process left. Other forms were made of an older model.
+    for stale in (target, target.with_name(f"{target.name}.forms"), *target.parent.glob(f".{target.name}-*")):
         shutil.rmtree(stale, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

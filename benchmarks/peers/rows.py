@@ -53,7 +53,7 @@ PEERS = (
         fills=True,
     ),
     Peer("kvpress", HERE / "kvpress_snapkv.py", Environment("kvpress", TORCH), ("snapkv-8x",), fills=True),
-    Peer("llama.cpp", HERE / "llama_cpp.py", Environment("llama_cpp"), ("f16", "q8_0", "q4_0")),
+    Peer("llama.cpp", HERE / "llama_cpp_caches.py", Environment("llama_cpp"), ("f16", "q8_0", "q4_0"), fills=True),
     Peer(
         "openvino",
         HERE / "openvino_caches.py",
