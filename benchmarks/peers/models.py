@@ -1,4 +1,4 @@
-"""The models that all peers run, made once into the user's cache folder. Runners that want another form make it in NAME.forms.
+"""The models that all peers run, made once into the user's cache folder; other forms of them lie beside, in NAME.forms.
 
 Nothing is downloaded. SmolLM2 is the default model, read from its 4-bit GGUF file and rounded to bfloat16; the other is
 a Llama of 1B shape with random weights, of which only speed and bytes mean something.

@@ -46,6 +46,18 @@ def fill(model: Any, cache: CompressedCache, count: int) -> None:
             layer.attend(q, k, v, cache._step, ops.Variant(scale=k.shape[3] ** -0.5))
 
 
+def compile_decode(model: Any) -> Any:
+    """What ``kvwinnow.compile_decode`` returns.
+
+    Raises:
+        ValueError: this kvwinnow has no such function.
+    """
+    function: Callable[[Any], Any] | None = getattr(kvwinnow, "compile_decode", None)
+    if function is None:
+        raise ValueError(f"kvwinnow {kvwinnow.__version__} compiles no decode step")
+    return function(model)
+
+
 def run(task: Task) -> Answer:
     compiled = task.setting.endswith(COMPILED)
     name = task.setting.removesuffix(COMPILED)
@@ -53,18 +65,17 @@ def run(task: Task) -> Answer:
         raise ValueError(f"setting {task.setting!r} is none of {', '.join(SETTINGS)}, each with {COMPILED} or without")
     model = loaded(task)
     policy, dtype = SETTINGS[name]
-    if compiled:
-        compile_decode: Callable[[Any], object] | None = getattr(kvwinnow, "compile_decode", None)
-        if compile_decode is None:
-            raise ValueError(f"kvwinnow {kvwinnow.__version__} compiles no decode step")
-        compile_decode(model)
+    graphs = compile_decode(model) if compiled else None
     kind = Kind(
         lambda: CompressedCache(model, policy, dtype=dtype),
         CompressedCache.nbytes,
         "cache.nbytes()",
         lambda cache, count: fill(model, cache, count),
     )
-    return generate(model, kind, task, kvwinnow.__version__)
+    answer = generate(model, kind, task, kvwinnow.__version__)
+    if graphs is not None and graphs.steps < len(answer.tokens) - 1:
+        raise RuntimeError(f"only {graphs.steps} decode steps ran compiled")
+    return answer
 
 
 if __name__ == "__main__":

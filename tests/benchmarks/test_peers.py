@@ -247,6 +247,26 @@ def test_the_command_writes_all_its_figures_or_leaves_the_file(
     assert run.main() == 1
 
 
+def test_what_takes_the_larger_model_too_long_is_told_as_skipped(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, models, rows = fakes.bench("run"), fakes.bench("models"), fakes.bench("rows")
+    monkeypatch.setattr(models, "root", lambda: tmp_path / "models")
+    monkeypatch.setitem(models._WRITERS, models.LLAMA_1B, lambda folder: byte_tokenizer().save_pretrained(folder))
+    caches = fakes.peer("transformers", fakes.answers([1, 2]), ("dynamic", "hqq-int4"), fills=True)
+    monkeypatch.setattr(rows, "PEERS", (caches,))
+    asked = ["run.py", "--model", "llama-1b", "--contexts", "128", "--new-tokens", "2"]
+
+    monkeypatch.setattr(sys, "argv", asked)
+    assert run.main() == 0
+    assert fakes.log.read_text().split() == ["dynamic", "filled"]
+    assert "transformers/hqq-int4: skipped, to quantise 32k tokens" in " ".join(capsys.readouterr().out.split())
+
+    monkeypatch.setattr(sys, "argv", [*asked, "--only", "transformers/hqq-int4"])
+    assert run.main() == 0
+    assert fakes.log.read_text().split() == ["dynamic", "filled", "hqq-int4", "filled"]
+
+
 # -- the runners that need nothing but torch and transformers -------------------------------------------------
 
 
