@@ -8,6 +8,7 @@ not installed, be it a dependency that breaks what it comes with. A finished one
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -19,7 +20,8 @@ HERE = Path(__file__).parent
 VARIABLE = "KVWINNOW_PEERS"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _STAMP = "kvwinnow-peer.txt"
-_PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+_PIP = ("-I", "-m", "pip", "--disable-pip-version-check", "--quiet")
+"""Isolated, so that nothing on PYTHONPATH counts as installed."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +62,30 @@ def python_of(environment: Environment, progress: Callable[[str], None]) -> str:
         NotInstalledError: pip could not install the peer, or this Python makes no environments.
     """
     home = folder() / environment.name
-    python, stamp = home / ("Scripts" if os.name == "nt" else "bin") / "python", home / _STAMP
+    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    stamp = home / _STAMP
     try:
         recipe = environment.recipe()
         if stamp.is_file() and python.exists() and stamp.read_text(encoding="utf-8") == recipe:
             return str(python)
         progress(f"installing {environment.name} into {home.parent.name}/{environment.name} (minutes)")
         if not python.exists():
-            venv.create(home, with_pip=True)
+            _create(home)
         _install(str(python), environment)
         stamp.write_text(recipe, encoding="utf-8")  # last: an interrupted installation is taken up again
-    except OSError as error:
-        raise NotInstalledError(f"{home.name}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # venv raises the latter for a file where it wants a folder
+        raise NotInstalledError(f"{home.name}: {error}") from error
     except subprocess.CalledProcessError as error:
-        raise NotInstalledError(f"{home.name}: {_reason(error.stderr)}") from error
+        raise NotInstalledError(f"{home.name}: {_reason(error.stderr or error.output)}") from error
     return str(python)
+
+
+def _create(home: Path) -> None:
+    try:
+        venv.create(home, with_pip=True)
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)  # else it would be taken for one that has pip
+        raise
 
 
 def _install(python: str, environment: Environment) -> None:
@@ -88,7 +99,7 @@ def _install(python: str, environment: Environment) -> None:
 
 
 def _pip(python: str, *words: str) -> None:
-    subprocess.run([python, *_PIP, *words], check=True, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    subprocess.run([python, *_PIP, *words], check=True, capture_output=True, text=True, errors="replace")
 
 
 def _reason(output: str | bytes | None) -> str:

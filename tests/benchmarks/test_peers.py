@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -163,6 +164,34 @@ def test_a_peer_that_cannot_be_installed_is_skipped_with_one_line(
     assert len(fakes.measured(odd)["odd/a"].runs) == 1
     monkeypatch.setattr(environments, "_pip", lambda *words: pytest.fail(f"pip was asked again: {words}"))
     assert len(fakes.measured(odd)["odd/a"].runs) == 1
+
+
+def test_an_environment_that_cannot_be_made_leaves_nothing_half_made(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environments = fakes.bench("environments")
+    monkeypatch.setattr(environments, "HERE", tmp_path)
+    monkeypatch.setenv("KVWINNOW_PEERS", str(tmp_path / "made"))
+    (tmp_path / "requirements-odd.txt").write_text("")
+    odd = fakes.peer("odd", fakes.answers([1, 2, 3, 4]), environment=environments.Environment("odd"))
+
+    def without_ensurepip(home: Path, *, with_pip: bool) -> None:
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "python").touch()
+        raise subprocess.CalledProcessError(1, "python -m ensurepip", output=b"No module named ensurepip\n")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(environments.venv, "create", without_ensurepip)
+        skipped = fakes.measured(odd)["odd/a"].skipped
+    assert skipped == "it cannot be installed here: odd: No module named ensurepip"
+    assert not (tmp_path / "made" / "odd").exists()
+
+    (tmp_path / "made" / "odd").mkdir(parents=True)
+    (tmp_path / "made" / "odd" / "bin").touch()  # a file where a folder must be
+    assert "\n" not in fakes.measured(odd)["odd/a"].skipped
+
+    fakes.folder.joinpath("odd.py").unlink()
+    assert fakes.measured(odd)["odd/a"].skipped == "there is no odd.py"
 
 
 def test_tables_tell_medians_ratios_within_rounds_and_what_is_missing(bench: Any) -> None:
