@@ -20,6 +20,7 @@ import llama_cpp
 import numpy as np
 from contract import WARM_UP, WARM_UP_NEW, Answer, Task, peak_rss, serve
 from gguf_form import form_of
+from llama_cpp_state import stretched
 from numpy.typing import NDArray
 from token_times import timed
 
@@ -29,8 +30,6 @@ BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 WEIGHTS = "bf16"
 BATCH = 512
 ERROR = 4
-MARK = 8
-"""Bytes at the beginning of a sequence's saved state that say what it is."""
 INSTRUCTIONS = re.compile(r"(AVX2|AVX512|AVX512_BF16|AMX_INT8|NEON|SVE) = 1")
 
 
@@ -143,54 +142,6 @@ class Sequence:
 
 def pointer(data: NDArray[np.uint8]) -> Any:
     return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def stretched(state: NDArray[np.uint8], tokens: int) -> NDArray[np.uint8]:
-    """A sequence's saved state with as many tokens as told, whose rows are those of ``state``, repeated.
-
-    Such a state is: a mark of eight bytes; streams, tokens; for each token its position, the number of its sequences
-    (one) and that sequence; whether values lie transposed (no), layers; for each layer's keys and then for each layer's
-    values: type, bytes of a row, rows.
-
-    Raises:
-        RuntimeError: the state is built otherwise.
-    """
-    place = MARK
-
-    def take(kind: type[np.generic]) -> int:
-        nonlocal place
-        width = np.dtype(kind).itemsize
-        found = int(state[place : place + width].view(kind)[0])
-        place += width
-        return found
-
-    streams, held = take(np.uint32), take(np.uint32)
-    cells = state[place : place + 12 * held].view(np.int32).reshape(held, 3)
-    place += cells.nbytes
-    transposed, layers = take(np.uint32), take(np.uint32)
-    if streams != 1 or transposed or (cells != cells_of(held)).any():
-        raise RuntimeError("this version of llama.cpp saves a sequence in another way, so its cache cannot be filled")
-    parts = [state[:MARK], words(1, tokens), cells_of(tokens).view(np.uint8).ravel(), words(0, layers)]
-    for _ in range(2 * layers):
-        head = place
-        take(np.int32)
-        row = take(np.uint64)
-        parts.append(state[head:place])
-        rows = state[place : place + held * row].reshape(held, row)
-        parts.append(np.resize(rows, (tokens, row)).ravel())
-        place += held * row
-    if place != state.size:
-        raise RuntimeError("this version of llama.cpp saves a sequence in another way, so its cache cannot be filled")
-    return np.concatenate(parts)
-
-
-def words(*values: int) -> NDArray[np.uint8]:
-    return np.array(values, np.uint32).view(np.uint8)
-
-
-def cells_of(tokens: int) -> NDArray[np.int32]:
-    """Position, number of sequences and sequence of each token, (tokens, 3)."""
-    return np.stack([np.arange(tokens), np.ones(tokens), np.zeros(tokens)], 1).astype(np.int32)
 
 
 if __name__ == "__main__":
