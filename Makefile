@@ -4,6 +4,7 @@
 # make native  the library of native kernels, in place (make setup builds it too; without a compiler torch serves)
 # make sanitize    the native kernels' tests, with AddressSanitizer and UndefinedBehaviorSanitizer in the library
 # make test-vllm-oldest   a few tests with the oldest vLLM that kvwinnow knows; not a part of make test
+# make bench-peers kvwinnow beside other libraries, each in an environment of its own (about an hour the first time)
 # Another Python: make setup PYTHON=python3.12
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ NATIVE_SOURCES := $(BACKEND) $(wildcard src/kvwinnow/ops/cpu/native/*)
 PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS := -n $(WORKERS) --dist worksteal
 
-.PHONY: setup native sanitize demo test test-newest test-oldest test-vllm test-vllm-oldest lint clean check-python browser
+.PHONY: setup native sanitize demo test test-newest test-oldest test-vllm test-vllm-oldest bench-peers lint clean check-python browser
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/$(READY)
@@ -69,13 +70,19 @@ test-vllm: $(VLLM)/$(READY)
 test-vllm-oldest: $(VLLM_OLDEST)/$(READY)
 	$(PYTEST) $(VLLM_OLDEST)/bin/python -m pytest tests/vllm -m smoke
 
+# PEERS_ARGS, such as "--contexts 512 --only kvwinnow kvpress", goes to both; python benchmarks/peers/run.py --help tells.
+bench-peers: setup
+	@mkdir -p build
+	$(VENV)/bin/python benchmarks/peers/run.py --json build/peers-smollm2.json $(PEERS_ARGS)
+	$(VENV)/bin/python benchmarks/peers/run.py --model llama-1b --json build/peers-llama-1b.json $(PEERS_ARGS)
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --strict src
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(VLLM_OLDEST) build dist src/kvwinnow/ops/cpu/*.so src/kvwinnow/ops/cpu/not_built.txt .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(VLLM_OLDEST) .venv-peers build dist src/kvwinnow/ops/cpu/*.so src/kvwinnow/ops/cpu/not_built.txt .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The explorer's pages are tested in a real browser. Where there is none, Debian's is installed if that needs no
