@@ -409,13 +409,25 @@ def test_copies_of_a_compiled_model_are_uncompiled(traced: Any) -> None:
     assert handle.steps == before
 
 
-def test_weights_that_are_not_frozen_are_the_model_s_own(plain: PreTrainedModel) -> None:
+@pytest.mark.parametrize("freeze", [True, False])
+def test_freezing_is_asked_for_while_compiling_and_no_longer(freeze: bool) -> None:
+    asked = []
+
+    def backend(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        asked.append(inductor.freezing)
+        return traced
+
     model = tiny_model()
-    ids, _ = tiny_tokens(40)
-    with compile_decode(model, freeze=False) as handle:
-        cache, other = CompressedCache(model, "h2o:budget=24"), CompressedCache(plain, "h2o:budget=24")
-        assert text(model, ids, cache=cache) == text(plain, ids, cache=other)
-        assert handle.steps == 11
+    with CompiledDecode(model, freeze=freeze, backend=backend):
+        assert inductor.freezing is False
+        torch.nn.init.ones_(model.model.layers[0].mlp.up_proj.weight)
+        ids, cache, twin = tiny_tokens(40)[0], CompressedCache(model, "full"), copy.deepcopy(model)
+        if freeze:
+            with pytest.raises(KvwinnowError, match="have changed"):
+                text(model, ids, cache=cache)
+        else:  # the graph reads the model's own weights
+            assert text(model, ids, cache=cache) == text(twin, ids)
+    assert asked == [freeze, freeze]
 
 
 def test_the_operator_tells_its_shape_without_running() -> None:
