@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "CompressedCache": "kvwinnow.integrations.transformers",
     "CacheReport": "kvwinnow.integrations.transformers",
+    "CompiledDecode": "kvwinnow.integrations.transformers",
+    "compile_decode": "kvwinnow.integrations.transformers",
     "KvwinnowError": "kvwinnow.errors",
     **dict.fromkeys(
         (
@@ -39,7 +41,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from kvwinnow.errors import KvwinnowError
     from kvwinnow.integrations.kvpress import from_press
-    from kvwinnow.integrations.transformers import CacheReport, CompressedCache
+    from kvwinnow.integrations.transformers import CacheReport, CompiledDecode, CompressedCache, compile_decode
     from kvwinnow.planning import plan
     from kvwinnow.policies import (
         H2O,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheReport",
+    "CompiledDecode",
     "Compose",
     "CompressedCache",
     "ExpectedAttention",
@@ -77,6 +80,7 @@ __all__ = [
     "StreamingLLM",
     "TOVA",
     "WholeBlocks",
+    "compile_decode",
     "from_press",
     "parse",
     "plan",

@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvwinnow.errors import CacheStateError, KvwinnowError, UnsupportedModelError
+from kvwinnow.integrations.transformers import graph
 from kvwinnow.integrations.transformers.masks import window_of
 from kvwinnow.integrations.transformers.structure import wide
 from kvwinnow.ops import Variant
@@ -51,6 +52,10 @@ _generating: ContextVar[CompressedCache | None] = ContextVar("kvwinnow_generatin
 
 _windows: ContextVar[set[int | None] | None] = ContextVar("kvwinnow_windows", default=None)
 """The windows of the masks that the running call has asked for."""
+
+
+compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+"""What ``compile_decode`` made of a decoder or a language head; its function may answer NotImplemented."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,25 @@ def _take(keys: Tensor, values: Tensor) -> HandOver | None:
     return work
 
 
+def attend_now(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: Callable[[int | None], Variant]) -> Tensor:
+    """A layer's work inside a graph: ``Cache.update`` and the attention after it; (B, n, Hq, D).
+
+    Args:
+        layer: its number.
+        q: (B, Hq, n, D) queries.
+        k: (B, Hkv, n, D) keys.
+        v: (B, Hkv, n, D) values.
+        variant: from the layer's window to how it attends.
+    """
+    cache = _running.get()
+    if cache is None:
+        raise CacheStateError("a compiled decode step runs outside of a call with a CompressedCache; give it one")
+    cache.update(k, v, layer)
+    work = _take(k, v)
+    assert work is not None, "update() leaves it"
+    return work.attend(q, variant(work.sliding)).transpose(1, 2).contiguous()
+
+
 def running() -> CompressedCache | None:
     """The cache whose forward call runs in this thread, or None."""
     return _running.get()
@@ -187,6 +211,14 @@ def generate_with(cache: object) -> tuple[PreTrainedModel, dict[str, Any]] | Non
 
 
 # -- wrappers --------------------------------------------------------------------------------------
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``around(original, module, *args, **kwargs)`` answer a module's ``forward``; return what undoes it."""
+    with _lock:
+        method = _wrap(module, "forward", around)
+        _wrappers[method].caches += 1
+    return functools.partial(_unwrap, weakref.ref(method), "forward")
 
 
 def _wrap(module: nn.Module, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,21 +292,38 @@ def _forward(original: Callable[..., Any], decoder: nn.Module, *args: Any, **kwa
         finally:
             _running.reset(token)
     if _running.get() is cache:  # the wrapper of an earlier cache, inside another library's, inside ours
-        return original(*args, **kwargs)
-    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    direct = cache.structure.direct
+        return _step(original, decoder, cache, args, kwargs)
+    given, direct = _given(original, args, kwargs), cache.structure.direct
     with cache.call(decoder, given), _arranged(cache.config, "sdpa" if direct else NAME):
         token, windows = _running.set(cache), _windows.set(set())
         try:
-            with _Direct() if direct else contextlib.nullcontext():
-                result = original(*args, **kwargs)
+            result = _step(original, decoder, cache, args, kwargs)
             _refuse_untaken()
             return result
         finally:
             _running.reset(token)
             _windows.reset(windows)
             _handed_over.set(None)
+
+
+def _step(
+    original: Callable[..., Any], decoder: nn.Module, cache: CompressedCache, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """The decoder's work in a call with ``cache``: a graph's, if ``compile_decode`` made one that serves it."""
+    graphs = compiled.get(decoder)
+    if graphs is not None and cache.decoding:
+        result = graphs(original, decoder, cache, _given(original, args, kwargs))
+        if result is not NotImplemented:
+            return result
+    with _Direct() if cache.structure.direct else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _given(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    return given
 
 
 @contextlib.contextmanager
@@ -341,6 +390,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Transformers' attention interface: query (B, Hq, n, D), key and value (B, Hkv, n, D); output (B, n, Hq, D)."""
+    if graph.tracing():
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        return graph.attention(query, key, value, attention_mask, scaling, softcap, sinks), None
     work = _take(key, value)
     if work is None:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -384,6 +436,8 @@ def _sdpa(
 
 def _mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     """Transformers' mask interface. The cache knows padding and windows already: inside its calls there is no mask."""
+    if graph.tracing():  # a decode step: the prompt before it has been through here
+        return None
     cache, windows = _running.get(), _windows.get()
     if cache is None or windows is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[_original(config)](*args, config=config, **kwargs)

@@ -366,6 +366,16 @@ class CompressedCache(CacheInterface):
             )
 
     @property
+    def decoding(self) -> bool:
+        """Whether the forward call that runs decodes one token a row."""
+        return self._step is not None and self._step.phase is Phase.DECODE
+
+    @property
+    def tokens_seen(self) -> tuple[int, ...]:
+        """For each row, tokens seen before the forward call that runs, without padding."""
+        return self._seen.tokens
+
+    @property
     def config(self) -> Any:
         """The decoder's configuration, which its attention layers share."""
         decoder = self._decoder()

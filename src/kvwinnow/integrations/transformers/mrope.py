@@ -23,6 +23,11 @@ def _keeper(model: PreTrainedModel | None) -> Any:
     return next((module for module in (model, model.base_model) if hasattr(module, ATTRIBUTE)), None)
 
 
+def used_by(model: PreTrainedModel) -> bool:
+    """Whether the model has M-RoPE."""
+    return _keeper(model) is not None
+
+
 def remembered(model: PreTrainedModel | None) -> Tensor | None:
     """What the model remembers now, (rows, 1)."""
     deltas = getattr(_keeper(model), ATTRIBUTE, None)
