@@ -23,6 +23,14 @@ class Slots:
     values: Vectors
     positions: Tensor
 
+    def free(self) -> Tensor:
+        """(B, Hkv, S) bool: slots that the next token may be written to. Shared ones that lost theirs stay empty."""
+        free = self.positions < 0
+        first, stop = self.keys.exact.shape[2], self.keys.tail
+        if first < stop:
+            free[:, :, first:stop] = False
+        return free
+
     def blocks(self, size: int) -> list[tuple[int, int]]:
         """Ranges (start, stop) of at most ``size`` slots that cover all of them, none across a seam of the storage."""
         count = self.positions.shape[2]

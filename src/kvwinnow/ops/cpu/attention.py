@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
+from kvwinnow.ops.cpu.storage import FLOATS, in_rows, kind_of
 from kvwinnow.ops.slots import Slots
 from kvwinnow.ops.variant import Variant
 
@@ -24,10 +25,6 @@ _KERNEL = Kernel("kvw_decode", ctypes.c_char_p, ctypes.c_char_p)
 _STORAGE = struct.Struct("@iiPqqPqqPqqP")
 _RANGE = struct.Struct("@qq")
 _CALL = struct.Struct("@6qPPPqqPPffPPPii")
-
-_EXACT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CODES = {"int8": 3, "int4": 4, "fp8": 5}
-_FP4 = {"nv": 6, "mx": 7}
 
 
 class Attended(NamedTuple):
@@ -108,7 +105,7 @@ class _Pieces(NamedTuple):
 def _pieces(side: Vectors) -> _Pieces | None:
     codec, found = side.codec, _Pieces([], [], [])
     if side.exact.shape[2]:
-        kind = _EXACT.get(side.exact.dtype)
+        kind = FLOATS.get(side.exact.dtype)
         if kind is None:
             return None
         found.tensors.append(side.exact)
@@ -118,7 +115,7 @@ def _pieces(side: Vectors) -> _Pieces | None:
         count = place[0].shape[2]
         if not count:
             continue
-        kind = _kind(side, place[0])
+        kind = kind_of(side.codec, place[0].dtype)
         if kind is None:
             return None
         group = side.exact.shape[3] // place[1].shape[3] if codec.quantises else 0
@@ -132,19 +129,12 @@ def _pieces(side: Vectors) -> _Pieces | None:
     return found
 
 
-def _kind(side: Vectors, codes: Tensor) -> int | None:
-    codec: Any = side.codec
-    if not codec.quantises:
-        return _EXACT.get(codes.dtype)
-    return _FP4.get(codec.style) if codec.name == "fp4" else _CODES.get(codec.name)
-
-
 def _fits(dim: int, side: _Pieces) -> bool:
     """Whether such vectors are served: what ``_packed`` and native/decode_levels.cpp look at."""
     if dim % 16 or dim > MOST_DIM or not all(group == 0 or group >= 16 for group in side.layout[1::3]):
         return False
     parts, scales = ([x for x in side.tensors if (x.ndim == 4) is part] for part in (True, False))
-    return all(_in_rows(x) for x in parts) and all(x.is_contiguous() for x in scales)
+    return all(in_rows(x) for x in parts) and all(x.is_contiguous() for x in scales)
 
 
 def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensors and numbers, no objects
@@ -191,11 +181,6 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
     return (out, lse, weights) if _KERNEL(level, call, segments) else None
 
 
-def _in_rows(part: Tensor) -> bool:
-    """Whether the vectors of each head lie one behind the other."""
-    return part.stride(3) == 1 and part.stride(2) == part.shape[3]
-
-
 def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -218,7 +203,7 @@ def _packed(tensors: list[Tensor], layout: list[int], slots: int) -> tuple[bytes
                 continue
             part = tensors[at]
             at += 1
-            if not _in_rows(part):
+            if not in_rows(part):
                 return None
             size = part.element_size()
             fields.extend((part.data_ptr(), part.stride(0) * size, part.stride(1) * size))
