@@ -39,4 +39,6 @@ def rotate(x: Tensor) -> Tensor:
     dim = x.shape[-1]
     size = dim & -dim
     blocks = x.to(torch.float64 if x.device.type == "cpu" else torch.float32).reshape(*x.shape[:-1], dim // size, size)
-    return (blocks @ _signs(size, blocks.dtype, x.device)).mul_(1 / math.sqrt(size)).float().flatten(-2)
+    sums = blocks @ _signs(size, blocks.dtype, x.device)
+    # Whether sums of nothing but -0 are -0 is left to whoever adds up; here they are 0.
+    return sums.add_(0.0).mul_(1 / math.sqrt(size)).float().flatten(-2)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvwinnow.ops.cpu import scoring
 from kvwinnow.ops.slots import Chunk, Observed, Slots
+from kvwinnow.ops.stored_space import query
 from kvwinnow.ops.variant import Variant, capped
 
 KEY_BLOCK = 512

@@ -127,7 +127,7 @@ inline D8 crossed(D8 v) {
 // By the Hadamard matrix of a power of two, block by block, in float64: unless elements are some 2^20 apart the sums are
 // exact there, so that neither their order nor the library that takes them is seen (codecs/rotation.py does the same).
 void rotate_vector(float* x, double* wide, int64_t dim, int64_t size) {
-  for (int64_t i = 0; i < dim; i++) wide[i] = x[i];
+  for (int64_t i = 0; i < dim; i++) wide[i] = x[i] + 0.0;  // of -0 makes 0
   for (int64_t block = 0; block < dim; block += size) {
     double* d = wide + block;
     int64_t step = 1;
