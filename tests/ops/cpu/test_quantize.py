@@ -361,11 +361,11 @@ def test_compilers_see_the_operation(native: object) -> None:
     slots = empty_slots(codec, parse_codec("fp4"), (1, 2, 8, 64), 2, torch.float32)
     slots.positions[:, :, 5] = -1
     k, v = (some((1, 2, 1, 64), torch.float32, seed, "plain") for seed in (1, 2))
-    sides = quantize._sides(slots, k, v)
-    assert sides is not None
-    stored, frozen, layout = sides
+    target = quantize._target(slots)
+    assert target is not None
+    position = torch.zeros(1, 1, dtype=torch.int32)
     torch.library.opcheck(
         torch.ops.kvwinnow.write_token.default,
-        (slots.positions, stored, k, v, torch.zeros(1, 1, dtype=torch.int32), frozen, layout),
+        (slots.positions, target.stored, k, v, position, target.frozen, target.layout),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

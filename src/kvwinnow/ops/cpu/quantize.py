@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ MOST_DIM = 512
 _SIDES = ctypes.c_char_p, ctypes.c_int32  # and how many
 _VECTORS = Kernel("kvw_write_vectors", *_SIDES, ctypes.c_char_p, ctypes.c_int32)
 _TOKEN = Kernel("kvw_write_token", *_SIDES, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int32)
-_SOURCE = struct.Struct("@iiPqqqPP")
-_STORED = struct.Struct("@iiiiqPqqPqqPqqPqq")
+_SOURCE = struct.Struct("@iiPqqq")
+_STORED = struct.Struct("@6iqPPPqqPqqPqqPqq")
 _PLACES = struct.Struct("@8qPPP")
 _NEW = struct.Struct("@PqqPqP")
 _NOWHERE = (0, 0, 0)
@@ -38,15 +39,20 @@ def write_token(slots: Slots, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
     Returns:
         (B, Hkv, 1) int64, where it went.
     """
-    sides = _sides(slots, k, v)
-    if sides is None or positions.dtype is not torch.int32:
+    level = current() if k.device.type == "cpu" and positions.dtype is torch.int32 else None
+    if level is None:
         return None
-    stored, frozen, layout = sides
     if torch.compiler.is_compiling():
         # A graph cannot turn to torch when it runs, so whether the kernels serve is found out now.
-        at: Tensor = torch.ops.kvwinnow.write_token(slots.positions, stored, k, v, positions, frozen, layout)
+        target = _target(slots)
+        if target is None or not (_serves(k) and _serves(v)):
+            return None
+        at: Tensor = torch.ops.kvwinnow.write_token(
+            slots.positions, target.stored, k, v, positions, target.frozen, target.layout
+        )
         return at
-    return _write_token(slots.positions, stored, k, v, positions, frozen, layout)
+    sides = _sides(slots)
+    return None if sides is None else _write_token(level, slots.positions, sides, k, v, positions)
 
 
 def write_vectors(
@@ -63,34 +69,48 @@ def write_vectors(
         columns: int64, of each vector its token; None: the first ``count``.
         at: (N,) int64 slot of each vector, none of the shared ones.
     """
-    sides = _sides(slots, k, v)
-    level = current()
-    if sides is None or level is None:
-        return False
-    packed = _packed(*sides, k, v)
-    if packed is None:
+    level = current() if k.device.type == "cpu" else None
+    sides = _sides(slots) if level is not None else None
+    packed = None if sides is None else _packed(sides, k, v)
+    if level is None or sides is None or packed is None:
         return False
     held = [None if index is None else index.contiguous() for index in (rows, columns, at)]
     batch, heads, tokens, _ = k.shape
     total = batch * heads * count if rows is None else rows.shape[0]
-    edge, tail = sides[2][:2]
     places = _PLACES.pack(
-        *(batch, heads, tokens, slots.positions.shape[2], edge, tail, total, max(count, 1)),
+        *(batch, heads, tokens, slots.positions.shape[2], sides.edge, sides.tail, total, max(count, 1)),
         *(0 if index is None else index.data_ptr() for index in held),
     )
     return _VECTORS(level, packed, 2, places, threads())
 
 
-def _sides(slots: Slots, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], list[int]] | None:
-    """What is written to, what is only read, and how it lies; None where the kernels do not serve.
+class _Target(NamedTuple):
+    """Where new vectors go, in words that operators of torch take.
 
-    Of both sides: the tensors written to are the exact slots and the codec's parts; those read are the mean and the
-    tensor scale, where there are any. The layout is the first slot after the exact ones, the first after the shared
-    ones, and of each side seven numbers: how slots and exact slots are stored, group, rotation, whether float16 is cut,
-    the number of parts, and which of mean and scale are there (bits).
+    Attributes:
+        stored: of both sides the exact slots and the codec's parts: what is written to.
+        frozen: of both sides the mean and the tensor scale, where there are any: what is only read.
+        layout: the first slot after the exact ones, the first after the shared ones, and of each side eight numbers:
+            how slots and exact slots are stored, group, rotation, whether float16 is cut, the head dimension, the
+            number of parts, and which of mean and scale are there (bits).
     """
-    if k.device.type != "cpu" or current() is None:
-        return None
+
+    stored: list[Tensor]
+    frozen: list[Tensor]
+    layout: list[int]
+
+
+class _Sides(NamedTuple):
+    """The same in native/quantize.h's: keys' and values' targets but for their sources."""
+
+    keys: bytes
+    values: bytes
+    edge: int
+    tail: int
+
+
+def _target(slots: Slots) -> _Target | None:
+    """None where the kernels do not serve."""
     keys, values = slots.keys, slots.values
     edge, tail = keys.exact.shape[2], keys.tail
     if values.exact.shape[2] != edge or values.tail != tail:
@@ -98,48 +118,47 @@ def _sides(slots: Slots, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tenso
     stored: list[Tensor] = []
     frozen: list[Tensor] = []
     layout = [edge, tail]
-    for side, x in ((keys, k), (values, v)):
-        numbers = _numbers(side, x)
+    for side in (keys, values):
+        numbers = _numbers(side)
         if numbers is None:
             return None
         stored += (side.exact, *side.parts)
         frozen += [tensor for tensor in (side.mean, side.scale) if tensor is not None]
         layout += numbers
-    if slots.positions.stride(2) != 1 or not all(map(in_rows, stored)) or not all(x.is_contiguous() for x in frozen):
+    if not all(map(in_rows, stored)) or not all(x.is_contiguous() for x in frozen):
         return None
-    return stored, frozen, layout
+    return _Target(stored, frozen, layout)
 
 
-def _numbers(side: Vectors, x: Tensor) -> list[int] | None:
-    codec, dim = side.codec, x.shape[3]
+def _sides(slots: Slots) -> _Sides | None:
+    def work_out() -> _Sides | None:
+        target = _target(slots)
+        return None if target is None else _packed_sides(*target)
+
+    found: _Sides | None = slots.writing.get(slots.tensors(), work_out)
+    return found
+
+
+def _numbers(side: Vectors) -> list[int] | None:
+    codec, dim = side.codec, side.exact.shape[3]
     kind, exact = kind_of(codec, side.parts[0].dtype), FLOATS.get(side.exact.dtype)
-    if kind is None or exact is None or x.dtype not in FLOATS or dim > MOST_DIM:
+    if kind is None or exact is None or dim > MOST_DIM:
         return None
     group = dim // side.parts[1].shape[3] if codec.quantises else 0
     cut = not codec.quantises and side.parts[0].dtype is torch.float16
     present = (side.mean is not None) + 2 * (side.scale is not None)
-    return [kind, exact, group, dim & -dim if codec.rotates else 0, int(cut), len(side.parts), present]
+    return [kind, exact, group, dim & -dim if codec.rotates else 0, int(cut), dim, len(side.parts), present]
 
 
-def _packed(stored: list[Tensor], frozen: list[Tensor], layout: list[int], k: Tensor, v: Tensor) -> bytes | None:
-    """Both sides as native/quantize.h has them."""
-    packed, first, other = b"", 0, 0
-    for x, begin in ((k, 2), (v, 9)):
-        kind, exact, group, rotation, cut, parts, present = layout[begin : begin + 7]
-        size = x.element_size()
-        if x.stride(3) != 1:
-            return None
-        mean = scale = 0
-        if present & 1:
-            mean = frozen[other].data_ptr()
-            other += 1
-        if present & 2:
-            scale = frozen[other].data_ptr()
-            other += 1
-        batch, head, token, _ = x.stride()
-        source = _SOURCE.pack(
-            FLOATS[x.dtype], rotation, x.data_ptr(), batch * size, head * size, token * size, mean, scale
-        )
+def _packed_sides(stored: list[Tensor], frozen: list[Tensor], layout: list[int]) -> _Sides:
+    packed, first, other = [], 0, 0
+    for begin in (2, 10):
+        *numbers, dim, parts, present = layout[begin : begin + 8]
+        constants = [0, 0]
+        for bit in (0, 1):
+            if present >> bit & 1:
+                constants[bit] = frozen[other].data_ptr()
+                other += 1
         places: list[int] = []
         for tensor in stored[first : first + parts + 1]:
             batch, head, _, _ = tensor.stride()
@@ -147,29 +166,36 @@ def _packed(stored: list[Tensor], frozen: list[Tensor], layout: list[int], k: Te
             places += (tensor.data_ptr(), batch * size, head * size)
         places += _NOWHERE * (3 - parts)
         first += parts + 1
-        packed += source + _STORED.pack(kind, group, exact, cut, x.shape[3], *places)
-    return packed
+        packed.append(_STORED.pack(*numbers, 0, dim, *constants, *places))
+    return _Sides(packed[0], packed[1], layout[0], layout[1])
 
 
-def _write_token(
-    positions: Tensor,
-    stored: list[Tensor],
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    frozen: list[Tensor],
-    layout: list[int],
-) -> Tensor | None:
-    level = current()
-    packed = None if level is None else _packed(stored, frozen, layout, k, v)
-    if level is None or packed is None:
+def _serves(x: Tensor) -> bool:
+    return x.dtype in FLOATS and x.stride(3) == 1
+
+
+def _packed(sides: _Sides, k: Tensor, v: Tensor) -> bytes | None:
+    """Both sides with their sources."""
+    if not (_serves(k) and _serves(v)):
         return None
+    return _source(k) + sides.keys + _source(v) + sides.values
+
+
+def _source(x: Tensor) -> bytes:
+    size, (batch, head, token, _) = x.element_size(), x.stride()
+    return _SOURCE.pack(FLOATS[x.dtype], 0, x.data_ptr(), batch * size, head * size, token * size)
+
+
+def _write_token(level: int, positions: Tensor, sides: _Sides, k: Tensor, v: Tensor, position: Tensor) -> Tensor | None:
+    packed = _packed(sides, k, v)
     batch, heads, slots = positions.shape
+    strides = positions.stride()
+    if packed is None or strides[2] != 1:
+        return None
     at = torch.empty(batch, heads, 1, dtype=torch.int64)
-    edge, tail = layout[:2]
-    places = _PLACES.pack(batch, heads, 1, slots, edge, tail, 0, 1, 0, 0, 0)
+    places = _PLACES.pack(batch, heads, 1, slots, sides.edge, sides.tail, 0, 1, 0, 0, 0)
     new = _NEW.pack(
-        *(positions.data_ptr(), *positions.stride()[:2], position.data_ptr(), position.stride(0), at.data_ptr())
+        positions.data_ptr(), strides[0], strides[1], position.data_ptr(), position.stride(0), at.data_ptr()
     )
     return at if _TOKEN(level, packed, 2, places, new, threads()) else None
 
@@ -184,16 +210,31 @@ def write_token_in_a_graph(
     frozen: list[Tensor],
     layout: list[int],
 ) -> Tensor:
-    """``write_token`` for graphs: the arguments are those of ``_write_token``; what is not served is an error there.
+    """``write_token`` for graphs: what is not served is an error there.
+
+    Args:
+        positions: those of the slots.
+        stored: see ``_Target``.
+        k: (B, Hkv, 1, D).
+        v: (B, Hkv, 1, D).
+        position: (B, 1) int32, the token's own.
+        frozen: see ``_Target``.
+        layout: see ``_Target``.
+
+    Returns:
+        (B, Hkv, 1) int64, where the token went.
 
     Raises:
         RuntimeError: the kernels do not serve these slots, or none is empty.
     """
-    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    at = _write_token(positions, stored, k, v, position, frozen, layout)
-    if at is None:
-        raise RuntimeError("kvwinnow's native writing does not serve these slots; set KVWINNOW_CPU_LEVEL=off")
-    return at
+    level = current()
+    if level is not None:
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+        sides = _packed_sides(stored, frozen, layout)
+        at = _write_token(level, positions, sides, k, v, position)
+        if at is not None:
+            return at
+    raise RuntimeError("kvwinnow's native writing does not serve these slots; set KVWINNOW_CPU_LEVEL=off")
 
 
 @write_token_in_a_graph.register_fake

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from kvwinnow.codecs import Codec
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kinds of storage whose elements are numbers themselves."""
+
+T = TypeVar("T")
 
 _CODES = {"int8": 3, "int4": 4, "fp8": 5}
 _FP4 = {"nv": 6, "mx": 7}
@@ -27,3 +31,25 @@ def kind_of(codec: Codec, dtype: torch.dtype) -> int | None:
 def in_rows(part: Tensor) -> bool:
     """Whether the vectors of each head of (B, Hkv, S, width) lie one behind the other."""
     return part.stride(3) == 1 and part.stride(2) == part.shape[3]
+
+
+class Known(Generic[T]):
+    """What has been worked out about some tensors, for as long as they are the same ones, and lie where they lay.
+
+    It keeps none of them alive, and a copy of it, which belongs to copies of the tensors, knows nothing about those.
+    """
+
+    def __init__(self) -> None:
+        self._about: list[tuple[weakref.ref[Tensor], int]] = []
+        self._facts: T | None = None
+
+    def get(self, tensors: Sequence[Tensor], work_out: Callable[[], T]) -> T:
+        """What is known of ``tensors``, or else worked out now."""
+        if self._facts is None or len(tensors) != len(self._about) or not all(map(_unmoved, self._about, tensors)):
+            self._facts = work_out()
+            self._about = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in tensors]
+        return self._facts
+
+
+def _unmoved(about: tuple[weakref.ref[Tensor], int], tensor: Tensor) -> bool:
+    return about[0]() is tensor and about[1] == tensor.data_ptr()

@@ -9,17 +9,21 @@ namespace kvw {
 // vector lie side by side, and so do the slots of one KV head. A slot's vector begins in a byte of its own in every part, and
 // two elements that share a byte (j and j + dim / 2, see Kind) are of one vector: whatever else lies there survives.
 struct Target {
+  // What is new at each call.
   int32_t source_kind;  // FLOAT32, BFLOAT16 or FLOAT16
-  int32_t rotation;     // vectors are rotated by Hadamard matrices of that size; 0: they are not
+  int32_t unused;
   const uint8_t* source;
   int64_t source_batch, source_head, source_token;
+  // What stays as long as the slots lie where they are.
+  int32_t kind;        // how slots from ``tail`` on are stored
+  int32_t exact_kind;  // how slots before ``edge`` are
+  int32_t group;       // elements that share a scale; 0 where there are no scales
+  int32_t rotation;    // vectors are rotated by Hadamard matrices of that size; 0: they are not
+  int32_t cut;         // whether what is larger than a float16 is stored as the largest there
+  int32_t unused_too;
+  int64_t dim;
   const float* mean;          // (B, Hkv, D), taken off before the rotation; or null
   const float* tensor_scale;  // (B, Hkv), divided by after it; or null
-  int32_t kind;               // how slots from ``tail`` on are stored
-  int32_t group;              // elements that share a scale; 0 where there are no scales
-  int32_t exact_kind;         // how slots before ``edge`` are
-  int32_t cut;                // whether what is larger than a float16 is stored as the largest there
-  int64_t dim;
   uint8_t* exact;
   int64_t exact_batch, exact_head;
   uint8_t* codes;
