@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -329,6 +330,37 @@ def test_torch_stores_what_the_kernels_do_not_know(each_level: int) -> None:
     assert ops.write_token(slots, x, x, torch.full((1, 1), 9, dtype=torch.int32)).tolist() == [[[2]]]
     assert torch.equal(slots.keys.parts[0][0, 0, 2], x.flatten().to(torch.bfloat16))
     assert slots.positions[0, 0].tolist() == [0, 1, 9, 3]
+
+
+def test_slots_that_moved_are_written_and_read_where_they_lie_now(each_level: int) -> None:
+    """What the kernels know of slots goes by the tensors: not for a copy, nor once they are reallocated."""
+    codec = parse_codec("int4")
+    slots = empty_slots(codec, codec, (1, 2, 40, 64), 4, torch.float32)
+    for side in (slots.keys, slots.values):
+        side.write_first(some((1, 2, 40, 64), torch.float32, 3, "plain"))
+    x = some((1, 2, 1, 64), torch.float32, 1, "plain")
+    new = torch.full((1, 1), 99, dtype=torch.int32)
+    slots.positions[:, :, 7] = -1
+    ops.write_token(slots, x, x, new)
+    before, _ = ops.attention(x, slots, variant=ops.Variant(0.125))
+    twin, kept = copy.deepcopy(slots), copy.deepcopy(slots)
+    twin.positions[:, :, 9] = -1
+    ops.write_token(twin, x, x, new)
+    assert_same(slots, kept)
+    old = weakref.ref(slots.keys.parts[0])
+    for side in (slots.keys, slots.values):
+        side.resize(70)
+    assert old() is None  # nothing keeps what is no longer held
+    slots.positions = ops.moved(slots.positions, 70, None, -1)
+    plain = copy.deepcopy(slots)
+    at = ops.write_token(slots, x, x, new)
+    assert at.flatten().tolist() == [40, 40]
+    for side in (plain.keys, plain.values):
+        side.write_one(at, x)
+    plain.positions.scatter_(2, at, 99)
+    assert_same(slots, plain)
+    slots.positions.scatter_(2, at, -1)
+    torch.testing.assert_close(ops.attention(x, slots, variant=ops.Variant(0.125))[0], before)
 
 
 # -- the cache -------------------------------------------------------------------------------------

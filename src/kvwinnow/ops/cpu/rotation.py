@@ -29,18 +29,22 @@ def rotated(x: Tensor, *, mean: Tensor | None = None, dtype: torch.dtype) -> tup
     Returns:
         (B, H, M, D), contiguous, and (B, H, M, 1) float32 or None.
     """
-    batch, heads, rows, dim = x.shape
     level = current() if x.device.type == "cpu" and not torch.compiler.is_compiling() else None
-    if level is None or x.dtype not in FLOATS or dtype not in FLOATS or x.stride(3) != 1 or dim > MOST_DIM:
+    batch, heads, rows, dim = x.shape
+    along_batch, along_heads, along_rows, step = x.stride()
+    source, made = FLOATS.get(x.dtype), FLOATS.get(dtype)
+    if level is None or source is None or made is None or step != 1 or dim > MOST_DIM:
         return None
     if x.requires_grad and torch.is_grad_enabled():  # the kernels have no derivative
         return None
-    out = torch.empty(batch, heads, rows, dim, dtype=dtype)
+    out = torch.empty(x.shape, dtype=dtype)
     products = None if mean is None else torch.empty(batch, heads, rows, 1)
     size = x.element_size()
     turn = _TURN.pack(
-        *(batch, heads, rows, dim, FLOATS[x.dtype], FLOATS[dtype], dim & -dim, threads(), x.data_ptr()),
-        *(stride * size for stride in x.stride()[:3]),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in (mean, out, products)),
+        *(batch, heads, rows, dim, source, made, dim & -dim, threads()),
+        *(x.data_ptr(), along_batch * size, along_heads * size, along_rows * size),
+        0 if mean is None else mean.data_ptr(),
+        out.data_ptr(),
+        0 if products is None else products.data_ptr(),
     )
     return (out, products) if _KERNEL(level, turn) else None

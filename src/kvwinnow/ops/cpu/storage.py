@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,16 +41,16 @@ class Known(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._about: list[tuple[weakref.ref[Tensor], int]] = []
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._places: list[int] = []
         self._facts: T | None = None
 
-    def get(self, tensors: Sequence[Tensor], work_out: Callable[[], T]) -> T:
+    def get(self, tensors: list[Tensor], work_out: Callable[[], T]) -> T:
         """What is known of ``tensors``, or else worked out now."""
-        if self._facts is None or len(tensors) != len(self._about) or not all(map(_unmoved, self._about, tensors)):
+        places = [tensor.data_ptr() for tensor in tensors]
+        # Tensors are the same if they are the same objects: equality would compare their elements.
+        same = places == self._places and all(map(operator.is_, tensors, [tensor() for tensor in self._tensors]))
+        if not same or self._facts is None:
             self._facts = work_out()
-            self._about = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in tensors]
+            self._tensors, self._places = [weakref.ref(tensor) for tensor in tensors], places
         return self._facts
-
-
-def _unmoved(about: tuple[weakref.ref[Tensor], int], tensor: Tensor) -> bool:
-    return about[0]() is tensor and about[1] == tensor.data_ptr()

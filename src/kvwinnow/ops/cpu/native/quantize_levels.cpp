@@ -14,6 +14,7 @@ using namespace kvw;
 constexpr float LARGEST_FP16 = 65504.0f, SMALLEST_FP16 = 0x1p-24f, LARGEST_E4M3 = 448.0f;
 constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even ones
 constexpr int64_t PIECE = 64;         // vectors of one unit of work
+constexpr int64_t AHEAD = 8;           // vectors on their way from memory
 constexpr int64_t ALONE = 1 << 14;    // elements that are not worth a second thread
 
 typedef double D8 __attribute__((vector_size(64)));
@@ -372,19 +373,36 @@ bool serves(const Target& t) {
   return t.kind == INT8 || t.kind == FP8 || t.dim % 2 == 0;
 }
 
+// Of a model's keys the next token's lies behind those of all other heads, where no processor looks for it by itself.
+inline void fetch(const Target& t, int64_t b, int64_t h, int64_t token) {
+  const uint8_t* vector = t.source + b * t.source_batch + h * t.source_head + token * t.source_token;
+  for (int64_t i = 0; i < t.dim * size_of(t.source_kind); i += 64) __builtin_prefetch(vector + i);
+}
+
+// Whether all places are there, and none is another's.
+bool fits(const Places& p) {
+  const int64_t pairs = p.batch * p.heads;
+  const bool shares = p.edge < p.tail;
+  if (!p.rows && p.count > pairs * p.each) return false;
+  if (!p.columns && p.each > p.tokens) return false;
+  if (!p.places && p.each > (shares ? p.edge : p.slots)) return false;
+  bool wrong = false;
+  for (int64_t i = 0; p.rows && i < p.count; i++) wrong |= (uint64_t)p.rows[i] >= (uint64_t)pairs;
+  for (int64_t i = 0; p.columns && i < p.count; i++) wrong |= (uint64_t)p.columns[i] >= (uint64_t)p.tokens;
+  for (int64_t i = 0; p.places && i < p.count; i++) {
+    const int64_t slot = p.places[i];
+    wrong |= (uint64_t)slot >= (uint64_t)p.slots || (shares && slot >= p.edge && slot < p.tail);
+  }
+  return !wrong;
+}
+
 }  // namespace
 
 int32_t write_vectors(const Target* sides, int32_t count, const Places& p, int32_t threads) {
   for (int32_t side = 0; side < count; side++)
     if (!serves(sides[side])) return KVW_NOT_SERVED;
   if (threads <= 0 || p.each <= 0) return KVW_NOT_SERVED;
-  const int64_t pairs = p.batch * p.heads;
-  for (int64_t i = 0; i < p.count; i++) {
-    const int64_t row = p.rows ? p.rows[i] : i / p.each, column = p.columns ? p.columns[i] : i % p.each;
-    const int64_t slot = p.places ? p.places[i] : i % p.each;
-    if (row < 0 || row >= pairs || column < 0 || column >= p.tokens) return KVW_NOT_SERVED;
-    if (slot < 0 || slot >= p.slots || (slot >= p.edge && slot < p.tail)) return KVW_NOT_SERVED;
-  }
+  if (!fits(p)) return KVW_NOT_SERVED;
   int64_t elements = 0;
   for (int32_t side = 0; side < count; side++) elements += p.count * sides[side].dim;
   if (elements < ALONE) threads = 1;
@@ -394,10 +412,13 @@ int32_t write_vectors(const Target* sides, int32_t count, const Places& p, int32
     Room room;
     const Target& t = sides[work / pieces];
     const int64_t first = work % pieces * PIECE, last = first + PIECE < p.count ? first + PIECE : p.count;
+    int64_t row = first / p.each, within = first % p.each;
     for (int64_t i = first; i < last; i++) {
-      const int64_t row = p.rows ? p.rows[i] : i / p.each, column = p.columns ? p.columns[i] : i % p.each;
-      const int64_t slot = p.places ? p.places[i] : i % p.each;
-      write(t, room, row / p.heads, row % p.heads, p.heads, column, slot, p.edge, p.tail);
+      const int64_t pair = p.rows ? p.rows[i] : row, column = p.columns ? p.columns[i] : within;
+      const int64_t next = p.columns ? p.columns[i + AHEAD < last ? i + AHEAD : i] : column + AHEAD;
+      fetch(t, pair / p.heads, pair % p.heads, next < p.tokens ? next : column);
+      write(t, room, pair / p.heads, pair % p.heads, p.heads, column, p.places ? p.places[i] : within, p.edge, p.tail);
+      if (++within == p.each) within = 0, row++;
     }
   }
   (void)threads;
