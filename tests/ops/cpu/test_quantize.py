@@ -280,6 +280,32 @@ def test_the_rotation_is_that_of_torch(
     torch.testing.assert_close(found[1].double(), product, atol=1e-2, rtol=1e-5, equal_nan=True)
 
 
+def test_default_dtype_and_device_change_nothing(each_level: int) -> None:
+    codec = parse_codec("int4")
+    native = empty_slots(codec, codec, (1, 2, 8, 64), 0, torch.bfloat16)
+    native.positions[:, :, 3] = -1
+    x, mean = some((1, 2, 1, 64), torch.bfloat16, 1, "plain"), torch.ones(1, 2, 64)
+    new, plain = torch.full((1, 1), 9, dtype=torch.int32), copy.deepcopy(native)
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    try:
+        at, found = quantize.write_token(native, x, x, new), rotated(x, mean=mean, dtype=torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert at is not None
+    assert found is not None
+    assert found[1] is not None
+    assert at.flatten().tolist() == [3, 3]
+    for tensor in found:
+        assert tensor is not None
+        assert (tensor.dtype, tensor.device.type) == (torch.float32, "cpu")
+    for side in (plain.keys, plain.values):
+        side.write_one(at, x)
+    plain.positions.scatter_(2, at, 9)
+    assert_same(native, plain)
+
+
 # -- what is not served ----------------------------------------------------------------------------
 
 

@@ -192,7 +192,7 @@ def _write_token(level: int, positions: Tensor, sides: _Sides, k: Tensor, v: Ten
     strides = positions.stride()
     if packed is None or strides[2] != 1:
         return None
-    at = torch.empty(batch, heads, 1, dtype=torch.int64)
+    at = positions.new_empty(batch, heads, 1, dtype=torch.int64)
     places = _PLACES.pack(batch, heads, 1, slots, sides.edge, sides.tail, 0, 1, 0, 0, 0)
     new = _NEW.pack(
         positions.data_ptr(), strides[0], strides[1], position.data_ptr(), position.stride(0), at.data_ptr()

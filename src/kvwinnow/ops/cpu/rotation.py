@@ -37,8 +37,9 @@ def rotated(x: Tensor, *, mean: Tensor | None = None, dtype: torch.dtype) -> tup
         return None
     if x.requires_grad and torch.is_grad_enabled():  # the kernels have no derivative
         return None
-    out = torch.empty(x.shape, dtype=dtype)
-    products = None if mean is None else torch.empty(batch, heads, rows, 1)
+    # By the tensor's own method: a default dtype or device is the user's and must not be seen here.
+    out = x.new_empty(x.shape, dtype=dtype)
+    products = None if mean is None else x.new_empty(batch, heads, rows, 1, dtype=torch.float32)
     size = x.element_size()
     turn = _TURN.pack(
         *(batch, heads, rows, dim, source, made, dim & -dim, threads()),
