@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvwinnow.codecs import FP4, FP8
+from kvwinnow.codecs import FP4, FP8, FP16
 from kvwinnow.codecs.vectors import Vectors
 
 HALF = 2.0**-11
@@ -140,6 +140,13 @@ def test_what_is_too_large_is_stored_as_the_largest(codec: FP8 | FP4, largest: f
         back = codec.decode(codec.encode(x)).double()
         assert back[3] == sign * largest
         assert not back[:3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp16_stores_the_largest_for_what_is_larger_in_any_dtype(dtype: torch.dtype) -> None:
+    """65,504 is no bfloat16: the nearest is 65,536, of which float16 makes infinity."""
+    (stored,) = FP16().encode(torch.tensor([1e5, -3e38, math.inf, 65280.0], dtype=dtype))
+    assert stored.tolist() == [65504.0, -65504.0, 65504.0, 65280.0]
 
 
 @pytest.mark.parametrize("codec", [FP8(), FP8(group=16), FP4(), FP4(style="mx")], ids=str)

@@ -105,10 +105,9 @@ class Holding:
         slots = self._held()
         rows, columns = stays.flatten(0, 1).nonzero(as_tuple=True)
         rank = stays.flatten(0, 1).cumsum(-1)[rows, columns] - 1
-        free = (~self._free()).to(torch.uint8).argsort(dim=-1, stable=True).flatten(0, 1)
+        free = (~slots.free()).to(torch.uint8).argsort(dim=-1, stable=True).flatten(0, 1)
         places = free[rows, rank]
-        slots.keys.write_many(rows, places, k.flatten(0, 1)[rows, columns])
-        slots.values.write_many(rows, places, v.flatten(0, 1)[rows, columns])
+        ops.write_some(slots, k, v, rows, columns, places)
         slots.positions.flatten(0, 1)[rows, places] = step.positions[rows // k.shape[1], columns]
         for kind, values in fresh.items():
             self.running[kind].flatten(0, 1)[rows, places] = values.flatten(0, 1)[rows, columns]
@@ -117,24 +116,15 @@ class Holding:
         """The same where all slots are empty and as many tokens stay of each KV head of each row."""
         slots, count = self._held(), self.kept[0]
         positions = step.positions.unsqueeze(1).expand(-1, k.shape[1], -1)
+        order = None
         if count < k.shape[2]:
             order = stays.nonzero()[:, 2].view(*k.shape[:2], count)
-            k, v, positions = ops.taken(k, order), ops.taken(v, order), positions.gather(2, order)
+            positions = positions.gather(2, order)
             fresh = {kind: values.gather(2, order) for kind, values in fresh.items()}
-        slots.keys.write_first(k)
-        slots.values.write_first(v)
+        ops.write_first(slots, k, v, order)
         slots.positions[:, :, :count] = positions
         for kind, values in fresh.items():
             self.running[kind][:, :, :count] = values
-
-    def _free(self) -> Tensor:
-        """(B, Hkv, S) bool: slots that the next token may be written to. Shared ones that lost theirs stay empty."""
-        slots = self._held()
-        free = slots.positions < 0
-        first, stop = self._shared()
-        if first < stop:
-            free[:, :, first:stop] = False
-        return free
 
     def _shared(self) -> tuple[int, int]:
         """The range of the shared slots."""

@@ -86,10 +86,7 @@ class LayerCache(Holding):
         self.kept = [kept + 1 - start for kept, start in zip(self.kept, step.starts, strict=True)]
         self.written = min(self.written + 1, max(self.kept))
         slots = self._held()
-        slot = self._free().to(torch.uint8).argmax(-1, keepdim=True)
-        slots.keys.write_one(slot, k)
-        slots.values.write_one(slot, v)
-        slots.positions.scatter_(2, slot, step.positions.unsqueeze(1).expand(-1, k.shape[1], -1))
+        slot = ops.write_token(slots, k, v, step.positions)
         wanted, mass = self.policy.statistics(Phase.DECODE).kind, self.running.get(Kind.MASS)
         measure = NONE if mass is None and wanted is not Kind.WINDOW else MASS
         out, observed = ops.attention(q, slots, variant=variant, statistics=measure)

@@ -51,4 +51,5 @@ class FP16(Plain):
     kind: ClassVar[str] = "float16"
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        return super().encode(x.clamp(-LARGEST_FP16, LARGEST_FP16))
+        # In bfloat16 the bound itself would be rounded, to 65,536.
+        return super().encode(x.float().clamp(-LARGEST_FP16, LARGEST_FP16))

@@ -85,7 +85,8 @@ class Vectors:
     @property
     def tail(self) -> int:
         """The first slot after the shared ones; these and the exact ones aside, any slot can be moved."""
-        return self.exact.shape[2] + sum(segment[0].shape[2] for segment in self.shared)
+        edge = self.exact.shape[2]
+        return edge + sum(segment[0].shape[2] for segment in self.shared) if self.shared else edge
 
     @property
     def slots(self) -> int:
@@ -103,8 +104,12 @@ class Vectors:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that this storage refers to."""
-        frozen = tuple(tensor for tensor in (self.mean, self.scale) if tensor is not None)
-        return (self.exact, *self.parts, *frozen, *(part for segment in self.shared for part in segment))
+        held = (self.exact, *self.parts)
+        if self.mean is not None:
+            held = (*held, self.mean)
+        if self.scale is not None:
+            held = (*held, self.scale)
+        return (*held, *(part for segment in self.shared for part in segment)) if self.shared else held
 
     def shared_tensors(self) -> tuple[Tensor, ...]:
         """Of these, the ones that forks refer to as well."""

@@ -6,5 +6,20 @@ from kvwinnow.ops.rope import Rope
 from kvwinnow.ops.rows import moved, taken
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
 from kvwinnow.ops.variant import Variant
+from kvwinnow.ops.writing import write_first, write_some, write_token
 
-__all__ = ["Chunk", "Observed", "Rope", "Slots", "Variant", "Window", "attention", "causal_sums", "moved", "taken"]
+__all__ = [
+    "Chunk",
+    "Observed",
+    "Rope",
+    "Slots",
+    "Variant",
+    "Window",
+    "attention",
+    "causal_sums",
+    "moved",
+    "taken",
+    "write_first",
+    "write_some",
+    "write_token",
+]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvwinnow.ops.cpu import scoring
 from kvwinnow.ops.slots import Chunk, Observed, Slots
+from kvwinnow.ops.stored_space import query
 from kvwinnow.ops.variant import Variant, capped
 
 KEY_BLOCK = 512
@@ -140,7 +141,7 @@ def _blocks(q: Tensor, slots: Slots, chunk: Chunk, variant: Variant) -> Iterator
     grouped = q.reshape(batch, kv_heads, -1, dim)
     shape = (batch, kv_heads, heads // kv_heads, total)
     if count:
-        queries, shift = slots.keys.query(grouped)
+        queries, shift = query(slots.keys, grouped)
         queries = queries.float().mul(variant.scale).view(*shape, dim)
         shift = None if shift is None else shift.mul(variant.scale).view(*shape, 1)
         for a, b in slots.blocks(KEY_BLOCK):

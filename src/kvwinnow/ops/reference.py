@@ -17,6 +17,7 @@ from kvwinnow.ops.column_sums import column_sums, log_sum_exp
 from kvwinnow.ops.cpu import attention as cpu
 from kvwinnow.ops.flash import QUERY_BLOCK, flash, merge, sliding_flash
 from kvwinnow.ops.slots import Chunk, Observed, Slots, Window
+from kvwinnow.ops.stored_space import query, restore
 from kvwinnow.ops.variant import Variant, capped
 from kvwinnow.statistics import NONE, Kind, Statistics
 
@@ -60,12 +61,12 @@ def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -
     batch, heads, _, dim = q.shape
     kv_heads = slots.positions.shape[1]
     # The query heads of one KV head stand as rows of one matrix, so that no key or value is repeated.
-    queries, shift = slots.keys.query(q.reshape(batch, kv_heads, heads // kv_heads, dim))
+    queries, shift = query(slots.keys, q.reshape(batch, kv_heads, heads // kv_heads, dim))
     wanted = statistics.kind is not Kind.NONE
     native = cpu.attend(queries, shift, slots, variant, sinks=True, weigh=wanted)
     if native is not None:
         observed = Observed(native.weights, native.weights.new_zeros(batch, kv_heads, 0)) if wanted else None
-        return slots.values.restore(native.out).to(q.dtype).view(batch, heads, 1, -1), observed
+        return restore(slots.values, native.out, q.dtype).view(batch, heads, 1, -1), observed
     queries = queries.float()
     blocks = slots.blocks(SLOT_BLOCK)
     logits = _whole([queries @ slots.keys.read(*block).float().mT for block in blocks])
@@ -82,7 +83,7 @@ def _decode(q: Tensor, slots: Slots, variant: Variant, statistics: Statistics) -
         weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     out = functools.reduce(torch.add, (weights[..., a:b] @ slots.values.read(a, b).float() for a, b in blocks))
     observed = Observed(weights.mean(2), weights.new_zeros(batch, kv_heads, 0)) if wanted else None
-    return slots.values.restore(out).to(q.dtype).view(batch, heads, 1, -1), observed
+    return restore(slots.values, out, q.dtype).view(batch, heads, 1, -1), observed
 
 
 def _whole(blocks: list[Tensor]) -> Tensor:
@@ -171,11 +172,11 @@ def _few_over_slots(q: Tensor, slots: Slots, variant: Variant) -> tuple[Tensor, 
     kv_heads = slots.positions.shape[1]
     if n * heads // kv_heads > cpu.ROWS:
         return None
-    queries, shift = slots.keys.query(q.reshape(batch, kv_heads, -1, dim))
+    queries, shift = query(slots.keys, q.reshape(batch, kv_heads, -1, dim))
     native = cpu.attend(queries, shift, slots, variant)
     if native is None:
         return None
-    return slots.values.restore(native.out).view(batch, heads, n, -1), native.lse.view(batch, heads, n)
+    return restore(slots.values, native.out, torch.float32).view(batch, heads, n, -1), native.lse.view(batch, heads, n)
 
 
 def _over_slots(
@@ -187,7 +188,7 @@ def _over_slots(
     """
     batch, heads, n, dim = q.shape
     kv_heads = slots.positions.shape[1]
-    queries, shift = slots.keys.query(q.reshape(batch, kv_heads, -1, dim))
+    queries, shift = query(slots.keys, q.reshape(batch, kv_heads, -1, dim))
     where = slots.positions[:, :, None, block]
     hidden = where < 0
     if positions is not None and variant.sliding is not None:
@@ -203,4 +204,4 @@ def _over_slots(
         out, lse = flash(
             queries.float(), keys, values, scale=variant.scale, mask=mask, softcap=variant.softcap, shift=shift
         )
-    return slots.values.restore(out).view(batch, heads, n, -1), lse.reshape(batch, heads, n)
+    return restore(slots.values, out, torch.float32).view(batch, heads, n, -1), lse.reshape(batch, heads, n)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from kvwinnow.codecs.vectors import Vectors
+from kvwinnow.ops.cpu.storage import Known
 
 
 @dataclass
@@ -17,11 +19,27 @@ class Slots:
         keys: storage of (B, Hkv, S, D).
         values: storage of (B, Hkv, S, D).
         positions: (B, Hkv, S) int32, the token's index in its row, padding not counted; -1 = empty.
+        writing: how keys and values lie, for the kernels that write them.
+        reading: the same for those that read them.
     """
 
     keys: Vectors
     values: Vectors
     positions: Tensor
+    writing: Known[Any] = field(default_factory=Known, compare=False, repr=False)
+    reading: Known[Any] = field(default_factory=Known, compare=False, repr=False)
+
+    def tensors(self) -> list[Tensor]:
+        """All that keys and values refer to, in order: as long as they are the same they lie as they did."""
+        return [*self.keys.tensors(), *self.values.tensors()]
+
+    def free(self) -> Tensor:
+        """(B, Hkv, S) bool: slots that the next token may be written to. Shared ones that lost theirs stay empty."""
+        free = self.positions < 0
+        first, stop = self.keys.exact.shape[2], self.keys.tail
+        if first < stop:
+            free[:, :, first:stop] = False
+        return free
 
     def blocks(self, size: int) -> list[tuple[int, int]]:
         """Ranges (start, stop) of at most ``size`` slots that cover all of them, none across a seam of the storage."""

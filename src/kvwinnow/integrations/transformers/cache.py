@@ -399,7 +399,8 @@ class CompressedCache(CacheInterface):
         def attend(q: Tensor, variant: Variant) -> Tensor:
             # Tensors made in inference mode could not be written to by a later call outside it.
             # Under autocast, float32 products would silently be taken in 16 bits.
-            plain = torch.autocast(q.device.type, enabled=False)
+            cast = torch.is_autocast_enabled(q.device.type)
+            plain = torch.autocast(q.device.type, enabled=False) if cast else contextlib.nullcontext()
             with torch.inference_mode(False), torch.no_grad(), plain:
                 return layer.attend(q, k, v, step, variant)
 

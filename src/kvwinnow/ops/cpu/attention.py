@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
+from kvwinnow.ops.cpu.storage import FLOATS, in_rows, kind_of
 from kvwinnow.ops.slots import Slots
 from kvwinnow.ops.variant import Variant
 
@@ -24,10 +25,6 @@ _KERNEL = Kernel("kvw_decode", ctypes.c_char_p, ctypes.c_char_p)
 _STORAGE = struct.Struct("@iiPqqPqqPqqP")
 _RANGE = struct.Struct("@qq")
 _CALL = struct.Struct("@6qPPPqqPPffPPPii")
-
-_EXACT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CODES = {"int8": 3, "int4": 4, "fp8": 5}
-_FP4 = {"nv": 6, "mx": 7}
 
 
 class Attended(NamedTuple):
@@ -57,38 +54,53 @@ def attend(
         sinks: whether the softmax's sinks take part; M is the number of query heads of a KV head then.
         weigh: whether the slots' weights are wanted.
     """
-    if q.device.type != "cpu" or q.shape[2] > ROWS or slots.positions.shape[2] == 0 or current() is None:
+    if q.device.type != "cpu" or q.shape[2] > ROWS or slots.positions.shape[2] == 0:
+        return None
+    level = current()
+    if level is None:
         return None
     if q.requires_grad and torch.is_grad_enabled():  # the kernels have no derivative
-        return None
-    pieces = [_pieces(side) for side in (slots.keys, slots.values)]
-    if pieces[0] is None or pieces[1] is None or len(pieces[0].counts) != len(pieces[1].counts):
         return None
     lowest = None
     if variant.sliding is not None:
         lowest = slots.positions.amax(-1).sub_(variant.sliding).clamp_(min=-1)
     own = variant.sinks if sinks else None
-    call = (
-        q,
-        shift,
-        slots.positions,
-        lowest,
-        None if own is None else own.to("cpu", torch.float32),
-        pieces[0].tensors + pieces[1].tensors,
-        pieces[0].layout + pieces[1].layout,
-        variant.scale,
-        variant.softcap or 0.0,
-        weigh,
-        slots.values.exact.shape[-1],
-    )
+    sunk = None if own is None else own.to("cpu", torch.float32)
+    numbers = (variant.scale, variant.softcap or 0.0, weigh, slots.values.exact.shape[-1])
     if torch.compiler.is_compiling():
         # A graph cannot turn to torch when it runs, so whether the kernels serve is found out now.
-        fits = _fits(q.shape[3], pieces[0]) and _fits(slots.values.exact.shape[3], pieces[1])
-        if not fits or pieces[0].counts != pieces[1].counts or slots.positions.stride(2) != 1:
+        keys, values = _pieces(slots.keys), _pieces(slots.values)
+        if keys is None or values is None or keys.counts != values.counts or slots.positions.stride(2) != 1:
             return None
-        return Attended(*torch.ops.kvwinnow.attend_slots(*call))
-    served = _attend(*call)
+        if not _fits(q.shape[3], keys) or not _fits(slots.values.exact.shape[3], values):
+            return None
+        tensors, layout = keys.tensors + values.tensors, keys.layout + values.layout
+        made = torch.ops.kvwinnow.attend_slots(q, shift, slots.positions, lowest, sunk, tensors, layout, *numbers)
+        return Attended(*made)
+    segments: _Segments | None = slots.reading.get(slots.tensors(), lambda: _segments(slots))
+    served = None if segments is None else _attend(level, q, shift, slots.positions, lowest, sunk, segments, *numbers)
     return None if served is None else Attended(*served)
+
+
+class _Segments(NamedTuple):
+    """Slots as native/decode.h has them.
+
+    Attributes:
+        packed: the segments, one behind the other.
+        pieces: how many.
+        slots: how many slots they have.
+    """
+
+    packed: bytes
+    pieces: int
+    slots: int
+
+
+def _segments(slots: Slots) -> _Segments | None:
+    keys, values = _pieces(slots.keys), _pieces(slots.values)
+    if keys is None or values is None or len(keys.counts) != len(values.counts):
+        return None
+    return _packed(keys.tensors + values.tensors, keys.layout + values.layout)
 
 
 class _Pieces(NamedTuple):
@@ -108,7 +120,7 @@ class _Pieces(NamedTuple):
 def _pieces(side: Vectors) -> _Pieces | None:
     codec, found = side.codec, _Pieces([], [], [])
     if side.exact.shape[2]:
-        kind = _EXACT.get(side.exact.dtype)
+        kind = FLOATS.get(side.exact.dtype)
         if kind is None:
             return None
         found.tensors.append(side.exact)
@@ -118,7 +130,7 @@ def _pieces(side: Vectors) -> _Pieces | None:
         count = place[0].shape[2]
         if not count:
             continue
-        kind = _kind(side, place[0])
+        kind = kind_of(side.codec, place[0].dtype)
         if kind is None:
             return None
         group = side.exact.shape[3] // place[1].shape[3] if codec.quantises else 0
@@ -132,43 +144,31 @@ def _pieces(side: Vectors) -> _Pieces | None:
     return found
 
 
-def _kind(side: Vectors, codes: Tensor) -> int | None:
-    codec: Any = side.codec
-    if not codec.quantises:
-        return _EXACT.get(codes.dtype)
-    return _FP4.get(codec.style) if codec.name == "fp4" else _CODES.get(codec.name)
-
-
 def _fits(dim: int, side: _Pieces) -> bool:
     """Whether such vectors are served: what ``_packed`` and native/decode_levels.cpp look at."""
     if dim % 16 or dim > MOST_DIM or not all(group == 0 or group >= 16 for group in side.layout[1::3]):
         return False
     parts, scales = ([x for x in side.tensors if (x.ndim == 4) is part] for part in (True, False))
-    return all(_in_rows(x) for x in parts) and all(x.is_contiguous() for x in scales)
+    return all(in_rows(x) for x in parts) and all(x.is_contiguous() for x in scales)
 
 
 def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensors and numbers, no objects
+    level: int,
     q: Tensor,
     shift: Tensor | None,
     positions: Tensor,
     lowest: Tensor | None,
     sinks: Tensor | None,
-    tensors: list[Tensor],
-    layout: list[int],
+    segments: _Segments,
     scale: float,
     softcap: float,
     weigh: bool,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    level = current()
     batch, kv_heads, rows, dim = q.shape
     slots = positions.shape[2]
-    if level is None or positions.stride(2) != 1:
+    if positions.stride(2) != 1 or segments.slots != slots:
         return None
-    packed = _packed(tensors, layout, slots)
-    if packed is None:
-        return None
-    segments, count = packed
     q = q.float().contiguous()
     shift = None if shift is None else shift.float().contiguous()
     sinks = None if sinks is None else sinks.contiguous()
@@ -186,24 +186,19 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
         _place(sinks),
         *(scale, softcap),
         *(out.data_ptr(), lse.data_ptr(), weights.data_ptr() if weigh else 0),
-        *(count, threads()),
+        *(segments.pieces, threads()),
     )
-    return (out, lse, weights) if _KERNEL(level, call, segments) else None
-
-
-def _in_rows(part: Tensor) -> bool:
-    """Whether the vectors of each head lie one behind the other."""
-    return part.stride(3) == 1 and part.stride(2) == part.shape[3]
+    return (out, lse, weights) if _KERNEL(level, call, segments.packed) else None
 
 
 def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _packed(tensors: list[Tensor], layout: list[int], slots: int) -> tuple[bytes, int] | None:
-    """The segments as native/decode.h has them, and how many.
+def _packed(tensors: list[Tensor], layout: list[int]) -> _Segments | None:
+    """The segments of ``_Pieces``' tensors and layouts, the keys' before the values'.
 
-    None if a head's slots are not next to each other, or are not as many as ``slots``.
+    None if a head's slots are not next to each other, or keys are not as many as values.
     """
     sides: list[list[bytes]] = [[], []]
     counts: list[list[int]] = [[], []]
@@ -218,7 +213,7 @@ def _packed(tensors: list[Tensor], layout: list[int], slots: int) -> tuple[bytes
                 continue
             part = tensors[at]
             at += 1
-            if not _in_rows(part):
+            if not in_rows(part):
                 return None
             size = part.element_size()
             fields.extend((part.data_ptr(), part.stride(0) * size, part.stride(1) * size))
@@ -237,7 +232,7 @@ def _packed(tensors: list[Tensor], layout: list[int], slots: int) -> tuple[bytes
     for keys, values, count in zip(*sides, counts[0], strict=True):
         segments.append(keys + values + _RANGE.pack(first, count))
         first += count
-    return (b"".join(segments), len(segments)) if first == slots else None
+    return _Segments(b"".join(segments), len(segments), first)
 
 
 @torch.library.custom_op("kvwinnow::attend_slots", mutates_args=(), device_types="cpu")
@@ -254,12 +249,15 @@ def attend_slots(  # noqa: PLR0913, PLR0917
     weigh: bool,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attend`` for graphs: the arguments are those of ``_attend``, and what is not served is an error there.
+    """``attend`` for graphs: arguments are those of ``_attend`` and ``_packed``; what is not served is an error there.
 
     Raises:
         RuntimeError: the kernels do not serve these slots.
     """
-    served = _attend(q, shift, positions, lowest, sinks, tensors, layout, scale, softcap, weigh, value_dim)
+    level, segments = current(), _packed(tensors, layout)
+    served = None
+    if level is not None and segments is not None:
+        served = _attend(level, q, shift, positions, lowest, sinks, segments, scale, softcap, weigh, value_dim)
     if served is None:
         raise RuntimeError("kvwinnow's native attention does not serve these slots; set KVWINNOW_CPU_LEVEL=off")
     return served

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvwinnow.ops.cpu import level
 from kvwinnow.ops.cpu.library import Kernel, threads
 from kvwinnow.ops.slots import Chunk, Slots
+from kvwinnow.ops.stored_space import query
 from kvwinnow.ops.variant import Variant
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -115,7 +116,7 @@ def _runs(
     """Queries, what is added to each product, keys and their positions: of the slots, then of the chunk."""
     batch, kv_heads, count = slots.positions.shape
     if count:
-        queries, shift = slots.keys.query(q.reshape(batch, kv_heads, -1, q.shape[-1]))
+        queries, shift = query(slots.keys, q.reshape(batch, kv_heads, -1, q.shape[-1]))
         queries = queries.view(q.shape)
         shift = None if shift is None else shift.view(q.shape[:3])
         for start, stop in _places(slots):
