@@ -152,6 +152,14 @@ def test_forward_calls_need_no_positions_and_may_be_in_inference_mode(compiled: 
         assert getattr(out, CACHE) is cache
 
 
+def test_another_model_that_is_loaded_later_changes_nothing() -> None:
+    model, ids = tiny_model(), tiny_tokens(20)[0]
+    with traced_only(model) as handle:
+        tiny_model("gpt2"), tiny_model("qwen3_moe")
+        steps, _ = served(handle, lambda: text(model, ids, cache=CompressedCache(model, "h2o:budget=24")))
+    assert steps > 0
+
+
 def test_bfloat16_differs_by_rounding() -> None:
     model, plain = tiny_model().bfloat16(), tiny_model().bfloat16()
     ids, _ = tiny_tokens(50)

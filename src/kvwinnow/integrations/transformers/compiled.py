@@ -165,7 +165,8 @@ class CompiledDecode:
                 raise _ChangedError
             return handle._compile(traced, inputs)
 
-        return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+        options: dict[str, Any] = {"guard_filter_fn": _of_the_model}
+        return torch.compile(own, backend=backend, fullgraph=True, dynamic=False, options=options)
 
     def _compile(self, traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """What torch.compile asks for a graph: it is given one in ``_warm_up`` and never again."""
@@ -347,6 +348,14 @@ def _around_head(original: Callable[..., Any], head: nn.Module, *args: Any, **kw
         if made is not NotImplemented:
             return made
     return original(*args, **kwargs)
+
+
+def _of_the_model(guards: Any) -> list[bool]:
+    """Which guards to keep: those of the model, its inputs and torch's modes.
+
+    What modules remember in globals (transformers' registries, say) grows with every other model that is loaded.
+    """
+    return [guard.guard_type == "GLOBAL_STATE" or not guard.is_global for guard in guards]
 
 
 def _inductor(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
