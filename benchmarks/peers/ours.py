@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -46,18 +45,6 @@ def fill(model: Any, cache: CompressedCache, count: int) -> None:
             layer.attend(q, k, v, cache._step, ops.Variant(scale=k.shape[3] ** -0.5))
 
 
-def compile_decode(model: Any) -> Any:
-    """What ``kvwinnow.compile_decode`` returns.
-
-    Raises:
-        ValueError: this kvwinnow has no such function.
-    """
-    function: Callable[[Any], Any] | None = getattr(kvwinnow, "compile_decode", None)
-    if function is None:
-        raise ValueError(f"kvwinnow {kvwinnow.__version__} compiles no decode step")
-    return function(model)
-
-
 def run(task: Task) -> Answer:
     compiled = task.setting.endswith(COMPILED)
     name = task.setting.removesuffix(COMPILED)
@@ -65,7 +52,7 @@ def run(task: Task) -> Answer:
         raise ValueError(f"setting {task.setting!r} is none of {', '.join(SETTINGS)}, each with {COMPILED} or without")
     model = loaded(task)
     policy, dtype = SETTINGS[name]
-    graphs = compile_decode(model) if compiled else None
+    graphs = kvwinnow.compile_decode(model, tune=True) if compiled else None
     kind = Kind(
         lambda: CompressedCache(model, policy, dtype=dtype),
         CompressedCache.nbytes,

@@ -44,7 +44,13 @@ class Row:
 
 
 PEERS = (
-    Peer("kvwinnow", HERE / "ours.py", None, ("full", "snapkv-8x", "snapkv-8x-int4", "h2o-8x"), fills=True),
+    Peer(
+        "kvwinnow",
+        HERE / "ours.py",
+        None,
+        ("full", "snapkv-8x", "snapkv-8x-int4", "h2o-8x", "full-compiled", "snapkv-8x-int4-compiled"),
+        fills=True,
+    ),
     Peer(
         "transformers",
         HERE / "transformers_caches.py",
