@@ -78,8 +78,8 @@ def test_fault_19_each_evicted_beam_is_scored_as_if_it_were_alone(name: str, dty
     for index, (sequence, score) in enumerate(zip(out.sequences, out.sequences_scores, strict=True)):
         row = ids[index // 3][mask[index // 3].bool()]
         expected, _ = alone(model, EVICTING[name], row, sequence[ids.shape[1] :], dtype=dtype)
-        # A key between two codes may fall to either side, and one step of one code moves a score this much.
-        assert float(score) == pytest.approx(expected, abs={"fp32": 1e-4, "int8": 5e-3, "int4": 2e-2}[dtype])
+        # A key between two codes may fall to either side: one step of one code has been seen to move a score by 2.1e-3.
+        assert float(score) == pytest.approx(expected, abs={"fp32": 1e-4, "int8": 3e-3, "int4": 1e-3}[dtype])
     assert len({tuple(sequence.tolist()) for sequence in out.sequences}) == 6
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvwinnow.codecs import BF16, FP32, Codec, Int4, Int8
 from kvwinnow.ops import Chunk, Variant, Window, attention, causal_sums
 from kvwinnow.ops.column_sums import column_sums
-from kvwinnow.ops.cpu import level, library, scoring
+from kvwinnow.ops.cpu import level, library, scoring, storage
 from kvwinnow.statistics import MASS, WINDOW, Statistics
 from tests.ops.test_attention import holed, store
 from tests.oracle import masked_attention
@@ -32,7 +32,7 @@ def usable() -> list[str]:
 
 
 LEVELS = usable()
-DTYPES = list(scoring.DTYPES)
+DTYPES = list(storage.FLOATS)
 pytestmark = pytest.mark.skipif(not LEVELS, reason="there is no native library here")
 
 

@@ -315,7 +315,7 @@ def _step(
         result = graphs(original, decoder, cache, _given(original, args, kwargs))
         if result is not NotImplemented:
             return result
-    with _Direct() if cache.structure.direct else contextlib.nullcontext():
+    with Direct() if cache.structure.direct else contextlib.nullcontext():
         return original(*args, **kwargs)
 
 
@@ -408,13 +408,12 @@ def _attention(
     return work.attend(query, variant).transpose(1, 2).contiguous(), None
 
 
-class _Direct(TorchFunctionMode):
-    """Answers the one call of torch's attention that follows an ``update``."""
+class Direct(TorchFunctionMode):
+    """Answers the one call of torch's attention that follows an ``update``, in layers that call it themselves."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and _handed_over.get() is not None:
-            given = inspect.signature(_sdpa).bind(*args, **(kwargs or {}))
-            return _sdpa(*given.args, **given.kwargs)
+        if func is F.scaled_dot_product_attention and (graph.tracing() or _handed_over.get() is not None):
+            return _sdpa(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -429,6 +428,8 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Torch's ``scaled_dot_product_attention`` over what the cache holds; its mask is the cache's affair."""
+    if graph.tracing():
+        return graph.attention(query, key, value, None, scale, None, None).transpose(1, 2)
     work = _take(key, value)
     assert work is not None, "asked only while a layer's work waits"
     return work.attend(query, Variant(query.shape[-1] ** -0.5 if scale is None else scale, sliding=work.sliding))

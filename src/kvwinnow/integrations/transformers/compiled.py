@@ -324,7 +324,7 @@ def _step(structure: Structure, argument: str) -> Callable[..., Any]:
         given[argument] = cache
         graph.enter(cache)
         if direct:
-            with graph.Direct():
+            with attachment.Direct():
                 out = type(decoder).forward(decoder, position_ids=positions, use_cache=True, **given)
         else:
             out = type(decoder).forward(decoder, position_ids=positions, use_cache=True, **given)

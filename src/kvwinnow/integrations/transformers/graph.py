@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import Cache
 
 
@@ -97,26 +95,3 @@ def attention(
     cache.work = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.kvwinnow.attend_layer(query, key, value, sinks, layer, scale, softcap)  # type: ignore[no-any-return]
-
-
-class Direct(TorchFunctionMode):
-    """Answers the one call of torch's attention that follows an ``update``, in layers that call it themselves."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _sdpa(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    # The mask is the cache's affair.
-    return attention(query, key, value, None, scale, None, None).transpose(1, 2)

@@ -12,14 +12,12 @@ from torch import Tensor
 from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS, in_rows, kind_of
+from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, in_rows, kind_of
 from kvwinnow.ops.slots import Slots
 from kvwinnow.ops.variant import Variant
 
 ROWS = 128
 """Most queries of one KV head that are served: eight at a time go through the slots."""
-
-MOST_DIM = 512
 
 _KERNEL = Kernel("kvw_decode", ctypes.c_char_p, ctypes.c_char_p)
 _STORAGE = struct.Struct("@iiPqqPqqPqqP")

@@ -12,10 +12,8 @@ from torch import Tensor
 from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS, in_rows, kind_of
+from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, in_rows, kind_of
 from kvwinnow.ops.slots import Slots
-
-MOST_DIM = 512
 
 _SIDES = ctypes.c_char_p, ctypes.c_int32  # and how many
 _VECTORS = Kernel("kvw_write_vectors", *_SIDES, ctypes.c_char_p, ctypes.c_int32)

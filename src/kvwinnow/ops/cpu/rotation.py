@@ -10,9 +10,7 @@ from torch import Tensor
 
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS
-
-MOST_DIM = 512
+from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM
 
 _KERNEL = Kernel("kvw_rotate", ctypes.c_char_p)
 _TURN = struct.Struct("@4qiiiiPqqqPPP")

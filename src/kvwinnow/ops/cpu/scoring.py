@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvwinnow.ops.cpu import level
 from kvwinnow.ops.cpu.library import Kernel, threads
+from kvwinnow.ops.cpu.storage import FLOATS
 from kvwinnow.ops.slots import Chunk, Slots
 from kvwinnow.ops.stored_space import query
 from kvwinnow.ops.variant import Variant
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What queries and keys may be, and the number of each in native/scoring.h."""
 MOST_DIM = 1024
 DECODED = 2048
@@ -48,8 +48,8 @@ def serves(q: Tensor, keys: Tensor, variant: Variant) -> bool:
     """Whether the native kernels take queries (..., D) and keys (..., D) such as these."""
     return (
         q.device.type == keys.device.type == "cpu"
-        and q.dtype in DTYPES
-        and keys.dtype in DTYPES
+        and q.dtype in FLOATS
+        and keys.dtype in FLOATS
         and q.shape[-1] % 16 == 0
         and 0 < q.shape[-1] <= MOST_DIM
         and q.numel() > 0
@@ -242,8 +242,8 @@ def _call(
         k.stride()[:3],
         (key_positions.stride(0), key_positions.stride(1) if key_positions.shape[1] > 1 else 0),
         *options,
-        DTYPES[q.dtype],
-        DTYPES[k.dtype],
+        FLOATS[q.dtype],
+        FLOATS[k.dtype],
         threads(),
     )
     number = level.current()

@@ -15,6 +15,9 @@ from kvwinnow.codecs import Codec
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kinds of storage whose elements are numbers themselves."""
 
+MOST_DIM = 512
+"""The largest head dimension that kernels read and write slots of: MAX_DIM of native/decode.h."""
+
 T = TypeVar("T")
 
 _CODES = {"int8": 3, "int4": 4, "fp8": 5}
