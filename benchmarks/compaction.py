@@ -11,7 +11,6 @@ thread its own time counts, on several that of the clock.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -123,12 +122,9 @@ def main() -> None:
         made(options.buffers, options.tokens),
         *(slots(name, options.buffers, options.tokens) for name in ("bf16", "int8", "int4")),
     ]
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     rows, figures = [], []
     for threads in options.threads:
-        if cores:
-            os.sched_setaffinity(0, cores[:threads])
-        torch.set_num_threads(threads)
+        machine.pin(threads)
         clock = time.thread_time if threads == 1 else time.perf_counter
         for source in sources:
             machine.progress(f"{source.name}, {threads} thread(s)")

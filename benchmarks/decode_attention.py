@@ -10,7 +10,6 @@ torch.dot of a buffer with itself, of as many bytes as the bfloat16 cache has.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -130,16 +129,13 @@ def main() -> None:
     machine.add_json_option(parser)
     options = parser.parse_args()
 
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     rows, figures = [], []
     with torch.inference_mode():
         for dim in options.dims:
             for tokens in options.tokens:
                 found, buffers = ways(options.formats, tokens, dim, options.megabytes)
                 for threads in options.threads:
-                    if cores:
-                        os.sched_setaffinity(0, cores[:threads])
-                    torch.set_num_threads(threads)
+                    machine.pin(threads)
                     machine.progress(f"{tokens} tokens, d {dim}, {threads} thread(s)")
                     taken = measure(found, buffers, options.rounds)
                     rows.extend(rows_of(found, taken, tokens, dim, threads))

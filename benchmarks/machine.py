@@ -22,6 +22,18 @@ LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else N
 """Processes that wanted a core in the minute before: anything above 0 means that others computed too."""
 
 
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def pin(threads: int) -> None:
+    """Compute on so many threads from here on, and on as many cores where the system pins."""
+    if _CORES:
+        os.sched_setaffinity(0, _CORES[:threads])
+    import torch
+
+    torch.set_num_threads(threads)
+
+
 def facts() -> dict[str, Any]:
     """The machine, the versions and the command, as far as figures depend on them."""
     import torch

@@ -94,11 +94,8 @@ def parts(case: Case, window: int) -> dict[str, Callable[[], object]]:
 
 
 def measure(case: Case, given: argparse.Namespace) -> Figures:
-    import torch
 
-    torch.set_num_threads(case.threads)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, set(given.cores[: case.threads]))
+    machine.pin(case.threads)
     work = parts(case, given.window)
     if case.tokens > given.torch_tokens:
         work = {name: run for name, run in work.items() if not name.startswith("torch")}
@@ -140,9 +137,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--torch-tokens", type=int, default=8192, help="the longest prompt that torch scores too")
     parser.add_argument("--level", default="", help="KVWINNOW_CPU_LEVEL for the native kernels")
     machine.add_json_option(parser)
-    given = parser.parse_args()
-    given.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return given
+    return parser.parse_args()
 
 
 def main() -> int:

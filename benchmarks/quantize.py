@@ -97,12 +97,9 @@ def main() -> None:
     number = current()
     if number is None:
         raise SystemExit("there are no native kernels to measure: `kvwinnow doctor` says why")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     rows, figures = [], []
     for threads in options.threads:
-        if cores:
-            os.sched_setaffinity(0, cores[:threads])
-        torch.set_num_threads(threads)
+        machine.pin(threads)
         clock = time.thread_time if threads == 1 else time.perf_counter
         for name in CODECS:
             machine.progress(f"{name}, {threads} thread(s)")
