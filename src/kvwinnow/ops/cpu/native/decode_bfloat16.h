@@ -23,6 +23,13 @@ inline __m512i to_bfloat16(__m512 x) {
   return _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
 }
 
+// The sum of two of them that is nearest, high and low.
+inline void as_two(__m512 x, __m256i& high, __m256i& low) {
+  const __m512i near = to_bfloat16(x);
+  high = _mm512_cvtepi32_epi16(near);
+  low = _mm512_cvtepi32_epi16(to_bfloat16(_mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(near, 16)))));
+}
+
 struct WideKeys {
   alignas(64) uint16_t query[MAX_WIDE][16][COLUMNS][2];  // (pair of elements, high and low of each row, element)
   alignas(64) uint8_t last[16][2 * MAX_DIM];             // vectors of a block that ends within 16 slots
@@ -32,12 +39,11 @@ struct WideKeys {
     memset(query, 0, sizeof query[0] * (dim / WIDE));
     for (int r = 0; r < rows; r++)
       for (int d = 0; d < dim; d += LANES) {
-        const __m512 x = _mm512_loadu_ps(q + r * stride + d);
-        const __m512i high = to_bfloat16(x);
-        const __m512i low = to_bfloat16(_mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))));
+        __m256i high, low;
+        as_two(_mm512_loadu_ps(q + r * stride + d), high, low);
         alignas(32) uint32_t pairs[2][LANES / 2];
-        _mm256_store_si256((__m256i*)pairs[0], _mm512_cvtepi32_epi16(high));
-        _mm256_store_si256((__m256i*)pairs[1], _mm512_cvtepi32_epi16(low));
+        _mm256_store_si256((__m256i*)pairs[0], high);
+        _mm256_store_si256((__m256i*)pairs[1], low);
         for (int i = 0; i < LANES / 2; i++) {
           memcpy(query[d / WIDE][d % WIDE / 2 + i][r], pairs[0] + i, 4);
           memcpy(query[d / WIDE][d % WIDE / 2 + i][ROWS + r], pairs[1] + i, 4);
@@ -132,12 +138,11 @@ static void interleave_wide_values(const Rows& x, int n, WideValues& values) {
 static void weigh_wide_values(const float (*weights)[BLOCK], int rows, WideValues& values) {
   for (int r = 0; r < rows; r++)
     for (int t = 0; t < BLOCK; t += 16) {
-      const __m512 w = _mm512_loadu_ps(weights[r] + t);
-      const __m512i high = to_bfloat16(w);
-      const __m512i low = to_bfloat16(_mm512_sub_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))));
+      __m256i high, low;
+      as_two(_mm512_loadu_ps(weights[r] + t), high, low);
       uint16_t(*to)[WIDE] = values.weights[t / WIDE];
-      _mm256_store_si256((__m256i*)(to[r] + t % WIDE), _mm512_cvtepi32_epi16(high));
-      _mm256_store_si256((__m256i*)(to[rows + r] + t % WIDE), _mm512_cvtepi32_epi16(low));
+      _mm256_store_si256((__m256i*)(to[r] + t % WIDE), high);
+      _mm256_store_si256((__m256i*)(to[rows + r] + t % WIDE), low);
     }
 }
 

@@ -214,74 +214,63 @@ static const Steps& in_integers() {
 #endif
 
 #if KVW_LEVEL >= 3
-static const Steps& in_bfloat16() {
-  static constexpr Steps steps = {
-      [](const Place&, int64_t, int, float*, float*) {},
-      [](const Place& x, int rows, Workspace& w) {
-        if (x.dim % WIDE) return false;
-        w.wide_keys.prepare(w.q[0], MAX_DIM, rows, x.dim);
-        return true;
-      },
-      [](const Rows&, int, Workspace&) {},
-      [](const Rows& x, int n, int, int, Workspace& w) { multiply_wide_keys(x, n, w.wide_keys); },
-      [](const Rows& x, int n, int block, int rows, Workspace& w) {
-        collect_wide_keys(x, n, w.wide_keys, rows, w.logits[block]);
-      },
-      [](const Place& x, Workspace&) { return x.dim % WIDE == 0; },
-      [](const Place& x, Workspace& w) { w.wide_values.clear(x.dim); },
-      [](const Rows&, int block, int rows, Workspace& w) { weigh_wide_values(w.logits[block], rows, w.wide_values); },
-      [](const Rows& x, int n, Workspace& w) { interleave_wide_values(x, n, w.wide_values); },
-      [](const Rows& x, int, int, int, Workspace& w) { multiply_wide_values(x, w.wide_values); },
-      [](const Rows& x, int, int rows, Workspace& w) { collect_wide_values(x, rows, w.wide_values); },
-      [](const Place& x, int rows, Workspace& w) { w.wide_values.write(w.mix[0], MAX_DIM, rows, x.dim); },
+static constexpr Steps IN_BFLOAT16 = {
+    [](const Place&, int64_t, int, float*, float*) {},
+    [](const Place& x, int rows, Workspace& w) {
+      if (x.dim % WIDE) return false;
+      w.wide_keys.prepare(w.q[0], MAX_DIM, rows, x.dim);
+      return true;
+    },
+    [](const Rows&, int, Workspace&) {},
+    [](const Rows& x, int n, int, int, Workspace& w) { multiply_wide_keys(x, n, w.wide_keys); },
+    [](const Rows& x, int n, int block, int rows, Workspace& w) {
+      collect_wide_keys(x, n, w.wide_keys, rows, w.logits[block]);
+    },
+    [](const Place& x, Workspace&) { return x.dim % WIDE == 0; },
+    [](const Place& x, Workspace& w) { w.wide_values.clear(x.dim); },
+    [](const Rows&, int block, int rows, Workspace& w) { weigh_wide_values(w.logits[block], rows, w.wide_values); },
+    [](const Rows& x, int n, Workspace& w) { interleave_wide_values(x, n, w.wide_values); },
+    [](const Rows& x, int, int, int, Workspace& w) { multiply_wide_values(x, w.wide_values); },
+    [](const Rows& x, int, int rows, Workspace& w) { collect_wide_values(x, rows, w.wide_values); },
+    [](const Place& x, int rows, Workspace& w) { w.wide_values.write(w.mix[0], MAX_DIM, rows, x.dim); },
+};
+// That of bfloat16, of vectors that are widened to it first.
+static constexpr Steps in_widened_fp4() {
+  Steps steps = IN_BFLOAT16;
+  steps.decode = [](const Place& x, int64_t start, int n, float* scale, float*) { x.decode_in_place(start, n, scale); };
+  steps.prepare_keys = [](const Place& x, int rows, Workspace& w) {
+    if (x.dim % WIDE) return false;
+    alignas(64) float q[ROWS][MAX_DIM];
+    for (int r = 0; r < rows; r++)
+      for (int d = 0; d < x.dim; d++) q[r][d] = w.q[r][halves_at(d, x.dim)];
+    w.wide_keys.prepare(q[0], MAX_DIM, rows, x.dim);
+    return true;
+  };
+  steps.expand_keys = [](const Rows& x, int n, Workspace& w) { widen(x, n, w.widened); };
+  steps.multiply_keys = [](const Rows& x, int n, int, int, Workspace& w) {
+    multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys);
+  };
+  steps.interleave_values = [](const Rows& x, int n, Workspace& w) {
+    widen(x, n, w.widened);
+    interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
+  };
+  steps.write_values = [](const Place& x, int rows, Workspace& w) {
+    alignas(64) float mix[ROWS][MAX_DIM];
+    w.wide_values.write(mix[0], MAX_DIM, rows, x.dim);
+    for (int r = 0; r < rows; r++)
+      for (int d = 0; d < x.dim; d++) w.mix[r][halves_at(d, x.dim)] = mix[r][d];
   };
   return steps;
 }
-#endif
-
-#if KVW_LEVEL >= 3
-static const Steps& in_widened_fp4() {
-  static constexpr Steps steps = {
-      [](const Place& x, int64_t start, int n, float* scale, float*) { x.decode_in_place(start, n, scale); },
-      [](const Place& x, int rows, Workspace& w) {
-        if (x.dim % WIDE) return false;
-        alignas(64) float q[ROWS][MAX_DIM];
-        for (int r = 0; r < rows; r++)
-          for (int d = 0; d < x.dim; d++) q[r][d] = w.q[r][halves_at(d, x.dim)];
-        w.wide_keys.prepare(q[0], MAX_DIM, rows, x.dim);
-        return true;
-      },
-      [](const Rows& x, int n, Workspace& w) { widen(x, n, w.widened); },
-      [](const Rows& x, int n, int, int, Workspace& w) { multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys); },
-      [](const Rows& x, int n, int block, int rows, Workspace& w) {
-        collect_wide_keys(x, n, w.wide_keys, rows, w.logits[block]);
-      },
-      [](const Place& x, Workspace&) { return x.dim % WIDE == 0; },
-      [](const Place& x, Workspace& w) { w.wide_values.clear(x.dim); },
-      [](const Rows&, int block, int rows, Workspace& w) { weigh_wide_values(w.logits[block], rows, w.wide_values); },
-      [](const Rows& x, int n, Workspace& w) {
-        widen(x, n, w.widened);
-        interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
-      },
-      [](const Rows& x, int, int, int, Workspace& w) { multiply_wide_values(x, w.wide_values); },
-      [](const Rows& x, int, int rows, Workspace& w) { collect_wide_values(x, rows, w.wide_values); },
-      [](const Place& x, int rows, Workspace& w) {
-        alignas(64) float mix[ROWS][MAX_DIM];
-        w.wide_values.write(mix[0], MAX_DIM, rows, x.dim);
-        for (int r = 0; r < rows; r++)
-          for (int d = 0; d < x.dim; d++) w.mix[r][halves_at(d, x.dim)] = mix[r][d];
-      },
-  };
-  return steps;
-}
+static constexpr Steps IN_WIDENED_FP4 = in_widened_fp4();
 #endif
 
 static const Steps& steps_for(const Place& x) {
   const int kind = x.storage.kind;
 #if KVW_LEVEL >= 3
-  if (kind == BFLOAT16) return in_bfloat16();
+  if (kind == BFLOAT16) return IN_BFLOAT16;
   // Four groups in a piece of 64 elements would want four products.
-  if ((kind == FP4_NV || kind == FP4_MX) && x.group == LANES) return in_widened_fp4();
+  if ((kind == FP4_NV || kind == FP4_MX) && x.group == LANES) return IN_WIDENED_FP4;
 #endif
 #if KVW_LEVEL >= 2
   if (kind == INT8) return in_integers<INT8>();
