@@ -35,8 +35,8 @@ class LayerCache(Holding):
         """
         step = step.on(k.device)
         slots = self.slots or self.allocate((*k.shape[:2], self._least(), k.shape[3]), k.dtype, k.device)
-        slots.keys.freeze(k, list(step.starts))
-        slots.values.freeze(v, list(step.starts))
+        slots.keys.freeze(k, step.starts)
+        slots.values.freeze(v, step.starts)
         return (
             self._prompt(q, k, v, step, variant) if step.phase is Phase.PROMPT else self._decode(q, k, v, step, variant)
         )
@@ -86,23 +86,21 @@ class LayerCache(Holding):
         self.kept = [kept + 1 - start for kept, start in zip(self.kept, step.starts, strict=True)]
         self.written = min(self.written + 1, max(self.kept))
         slots = self._held()
-        slot = ops.write_token(slots, k, v, step.positions)
-        wanted, mass = self.policy.statistics(Phase.DECODE).kind, self.running.get(Kind.MASS)
-        measure = NONE if mass is None and wanted is not Kind.WINDOW else MASS
-        out, observed = ops.attention(q, slots, variant=variant, statistics=measure)
-        if mass is not None and observed is not None:
-            mass.scatter_(2, slot, 0.0)
-            shown = step.positions.unsqueeze(1) >= 0
-            mass += observed.slots * shown if any(step.starts) else observed.slots
+        wanted = self.policy.statistics(Phase.DECODE).kind
+        done = ops.decode(
+            *(q, slots, k, v, step.positions),
+            variant=variant,
+            mass=self.running.get(Kind.MASS),
+            weigh=wanted is Kind.WINDOW,
+        )
         if Kind.KEY_NORM in self.running:
-            self.running[Kind.KEY_NORM].scatter_(2, slot, _norms(k))
+            self.running[Kind.KEY_NORM].scatter_(2, done.slot, _norms(k))
         keep = self._due(step)
         if keep is not None:
-            newest = None if observed is None else observed.slots
             view = LayerView(
                 Phase.DECODE,
                 slots.positions,
-                newest if wanted is Kind.WINDOW else self.running.get(wanted),
+                done.weights if wanted is Kind.WINDOW else self.running.get(wanted),
                 step.last,
                 self._since(step),
                 slots.keys.unstored,
@@ -115,7 +113,7 @@ class LayerCache(Holding):
                 self._shrink()
         if max(step.seen) % GROWTH == 0:  # to look waits for the device, so not at every step
             self._let_go_of_empty_segments()
-        return out
+        return done.out
 
     # -- statistics --------------------------------------------------------------------------------
 

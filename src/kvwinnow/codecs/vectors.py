@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -134,13 +134,15 @@ class Vectors:
 
     # -- stored space ------------------------------------------------------------------------------
 
-    def freeze(self, x: Tensor, starts: list[int]) -> None:
+    def freeze(self, x: Tensor, starts: Sequence[int]) -> None:
         """Set the mean and the tensor scale of rows that have none from their first tokens.
 
         Args:
             x: (B, Hkv, n, D), the first vectors given to the cache.
             starts: for each row, the column of its first token (padding lies before it); n: the row has none here.
         """
+        if all(self.frozen):
+            return
         for row, start in enumerate(starts):
             if self.frozen[row] or start >= x.shape[2]:
                 continue

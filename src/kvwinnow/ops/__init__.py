@@ -1,5 +1,6 @@
 """Attention over slots and its statistics: one interface, one folder or file per back end."""
 
+from kvwinnow.ops.decoding import Decoded, decode
 from kvwinnow.ops.latest import causal_sums
 from kvwinnow.ops.reference import attention
 from kvwinnow.ops.rope import Rope
@@ -10,6 +11,7 @@ from kvwinnow.ops.writing import write_first, write_some, write_token
 
 __all__ = [
     "Chunk",
+    "Decoded",
     "Observed",
     "Rope",
     "Slots",
@@ -17,6 +19,7 @@ __all__ = [
     "Window",
     "attention",
     "causal_sums",
+    "decode",
     "moved",
     "taken",
     "write_first",

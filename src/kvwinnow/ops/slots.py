@@ -21,6 +21,7 @@ class Slots:
         positions: (B, Hkv, S) int32, the token's index in its row, padding not counted; -1 = empty.
         writing: how keys and values lie, for the kernels that write them.
         reading: the same for those that read them.
+        stepping: the same for those that do both, positions too.
     """
 
     keys: Vectors
@@ -28,6 +29,7 @@ class Slots:
     positions: Tensor
     writing: Known[Any] = field(default_factory=Known, compare=False, repr=False)
     reading: Known[Any] = field(default_factory=Known, compare=False, repr=False)
+    stepping: Known[Any] = field(default_factory=Known, compare=False, repr=False)
 
     def tensors(self) -> list[Tensor]:
         """All that keys and values refer to, in order: as long as they are the same they lie as they did."""

@@ -202,12 +202,14 @@ class Policy:
         ranges = [self.protected(row.budget) for row in lengths]
         sinks, recent = (_per_row(values, device) for values in zip(*ranges, strict=True))
         protected = (view.positions < sinks) | (view.positions > view.last - recent)
-        scores = self.score(view).float().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         # Every occupied slot must rank above every empty one, hence the lowest finite number in place of -inf.
-        scores = scores.clamp(min=torch.finfo(torch.float32).min).masked_fill(protected, math.inf)
+        lowest = torch.finfo(torch.float32).min
+        scores = self.score(view).float().nan_to_num(nan=lowest, posinf=math.inf, neginf=lowest)
+        scores = scores.masked_fill(protected, math.inf)
         dropped = [max(0, row.kept - k) for row, k in zip(lengths, keep, strict=True)]
         if max(dropped) == 1:
-            return all_but_lowest(scores, view.positions, torch.tensor(dropped, device=device) > 0)
+            every = min(dropped) == 1
+            return all_but_lowest(scores, view.positions, None if every else torch.tensor(dropped, device=device) > 0)
         return highest(scores, view.positions, torch.tensor(keep, device=device))
 
     def __str__(self) -> str:
@@ -306,18 +308,20 @@ def highest(scores: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
     return torch.zeros_like(occupied).scatter_(-1, order, stays.expand_as(order)) & occupied
 
 
-def all_but_lowest(scores: Tensor, positions: Tensor, evict: Tensor) -> Tensor:
+def all_but_lowest(scores: Tensor, positions: Tensor, evict: Tensor | None = None) -> Tensor:
     """``highest`` where a row loses one token or none, in linear time: what a decode step needs.
 
     Args:
         scores: (B, Hkv, S) float32, never -inf or NaN.
         positions: (B, Hkv, S) int32, -1 = empty.
-        evict: (B,) bool, whether the row loses a token.
+        evict: (B,) bool, whether the row loses a token; None: every row does.
     """
     occupied = positions >= 0
     ranked = scores.masked_fill(~occupied, math.inf)
-    tied = occupied & (ranked == ranked.amin(-1, keepdim=True))
-    victim = positions.masked_fill(~tied, -1).argmax(-1, keepdim=True)
+    # Empty slots may be among the lowest where all scores are infinite; their position is below all others.
+    victim = positions.masked_fill(ranked > ranked.amin(-1, keepdim=True), -1).argmax(-1, keepdim=True)
+    if evict is None:
+        return occupied.scatter_(-1, victim, False)
     return occupied.scatter(-1, victim, occupied.gather(-1, victim) & ~evict.view(-1, 1, 1))
 
 

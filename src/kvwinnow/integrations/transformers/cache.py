@@ -397,9 +397,11 @@ class CompressedCache(CacheInterface):
         self._interrupted = True  # until the call has come to its end
 
         def attend(q: Tensor, variant: Variant) -> Tensor:
-            # Tensors made in inference mode could not be written to by a later call outside it.
             # Under autocast, float32 products would silently be taken in 16 bits.
             cast = torch.is_autocast_enabled(q.device.type)
+            if not cast and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+                return layer.attend(q, k, v, step, variant)
+            # Tensors made in inference mode could not be written to by a later call outside it.
             plain = torch.autocast(q.device.type, enabled=False) if cast else contextlib.nullcontext()
             with torch.inference_mode(False), torch.no_grad(), plain:
                 return layer.attend(q, k, v, step, variant)

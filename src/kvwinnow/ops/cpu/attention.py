@@ -75,12 +75,12 @@ def attend(
         tensors, layout = keys.tensors + values.tensors, keys.layout + values.layout
         made = torch.ops.kvwinnow.attend_slots(q, shift, slots.positions, lowest, sunk, tensors, layout, *numbers)
         return Attended(*made)
-    segments: _Segments | None = slots.reading.get(slots.tensors(), lambda: _segments(slots))
+    segments: Segments | None = slots.reading.get(slots.tensors(), lambda: segments_of(slots))
     served = None if segments is None else _attend(level, q, shift, slots.positions, lowest, sunk, segments, *numbers)
     return None if served is None else Attended(*served)
 
 
-class _Segments(NamedTuple):
+class Segments(NamedTuple):
     """Slots as native/decode.h has them.
 
     Attributes:
@@ -94,7 +94,8 @@ class _Segments(NamedTuple):
     slots: int
 
 
-def _segments(slots: Slots) -> _Segments | None:
+def segments_of(slots: Slots) -> Segments | None:
+    """What the kernels read; None where they do not serve."""
     keys, values = _pieces(slots.keys), _pieces(slots.values)
     if keys is None or values is None or len(keys.counts) != len(values.counts):
         return None
@@ -157,7 +158,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
     positions: Tensor,
     lowest: Tensor | None,
     sinks: Tensor | None,
-    segments: _Segments,
+    segments: Segments,
     scale: float,
     softcap: float,
     weigh: bool,
@@ -193,7 +194,7 @@ def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _packed(tensors: list[Tensor], layout: list[int]) -> _Segments | None:
+def _packed(tensors: list[Tensor], layout: list[int]) -> Segments | None:
     """The segments of ``_Pieces``' tensors and layouts, the keys' before the values'.
 
     None if a head's slots are not next to each other, or keys are not as many as values.
@@ -230,7 +231,7 @@ def _packed(tensors: list[Tensor], layout: list[int]) -> _Segments | None:
     for keys, values, count in zip(*sides, counts[0], strict=True):
         segments.append(keys + values + _RANGE.pack(first, count))
         first += count
-    return _Segments(b"".join(segments), len(segments), first)
+    return Segments(b"".join(segments), len(segments), first)
 
 
 @torch.library.custom_op("kvwinnow::attend_slots", mutates_args=(), device_types="cpu")

@@ -123,10 +123,11 @@ class Kernel:
 
     def __call__(self, level: int, *arguments: object) -> bool:
         """Call it; False if it does not serve such arguments, and torch has to."""
-        return bool(self._function(level, *arguments) == _SERVED)
+        return bool(self.code(level, *arguments) == _SERVED)
 
     @functools.cached_property
-    def _function(self) -> ctypes._NamedFuncPointer:
+    def code(self) -> ctypes._NamedFuncPointer:
+        """The function itself, which returns one of the numbers of native/levels.h."""
         library = load()
         assert isinstance(library, Library), library.reason  # a level is only given out with a library
         function = library.handle[self.name]

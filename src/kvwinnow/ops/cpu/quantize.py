@@ -23,6 +23,8 @@ _STORED = struct.Struct("@6iqPPPqqPqqPqqPqq")
 _PLACES = struct.Struct("@8qPPP")
 _NEW = struct.Struct("@PqqPqP")
 _NOWHERE = (0, 0, 0)
+NO_SOURCE = bytes(_SOURCE.size)
+"""In place of vectors that are named later."""
 
 
 def write_token(slots: Slots, k: Tensor, v: Tensor, positions: Tensor) -> Tensor | None:
@@ -49,7 +51,7 @@ def write_token(slots: Slots, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
             slots.positions, target.stored, k, v, positions, target.frozen, target.layout
         )
         return at
-    sides = _sides(slots)
+    sides = sides_of(slots)
     return None if sides is None else _write_token(level, slots.positions, sides, k, v, positions)
 
 
@@ -68,7 +70,7 @@ def write_vectors(
         at: (N,) int64 slot of each vector, none of the shared ones.
     """
     level = current() if k.device.type == "cpu" else None
-    sides = _sides(slots) if level is not None else None
+    sides = sides_of(slots) if level is not None else None
     packed = None if sides is None else _packed(sides, k, v)
     if level is None or sides is None or packed is None:
         return False
@@ -98,7 +100,7 @@ class _Target(NamedTuple):
     layout: list[int]
 
 
-class _Sides(NamedTuple):
+class Sides(NamedTuple):
     """The same in native/quantize.h's: keys' and values' targets but for their sources."""
 
     keys: bytes
@@ -128,12 +130,14 @@ def _target(slots: Slots) -> _Target | None:
     return _Target(stored, frozen, layout)
 
 
-def _sides(slots: Slots) -> _Sides | None:
-    def work_out() -> _Sides | None:
+def sides_of(slots: Slots) -> Sides | None:
+    """Where the kernels write; None where they do not serve."""
+
+    def work_out() -> Sides | None:
         target = _target(slots)
         return None if target is None else _packed_sides(*target)
 
-    found: _Sides | None = slots.writing.get(slots.tensors(), work_out)
+    found: Sides | None = slots.writing.get(slots.tensors(), work_out)
     return found
 
 
@@ -148,7 +152,7 @@ def _numbers(side: Vectors) -> list[int] | None:
     return [kind, exact, group, dim & -dim if codec.rotates else 0, int(cut), dim, len(side.parts), present]
 
 
-def _packed_sides(stored: list[Tensor], frozen: list[Tensor], layout: list[int]) -> _Sides:
+def _packed_sides(stored: list[Tensor], frozen: list[Tensor], layout: list[int]) -> Sides:
     packed, first, other = [], 0, 0
     for begin in (2, 10):
         *numbers, dim, parts, present = layout[begin : begin + 8]
@@ -165,14 +169,14 @@ def _packed_sides(stored: list[Tensor], frozen: list[Tensor], layout: list[int])
         places += _NOWHERE * (3 - parts)
         first += parts + 1
         packed.append(_STORED.pack(*numbers, 0, dim, *constants, *places))
-    return _Sides(packed[0], packed[1], layout[0], layout[1])
+    return Sides(packed[0], packed[1], layout[0], layout[1])
 
 
 def _serves(x: Tensor) -> bool:
     return x.dtype in FLOATS and x.stride(3) == 1
 
 
-def _packed(sides: _Sides, k: Tensor, v: Tensor) -> bytes | None:
+def _packed(sides: Sides, k: Tensor, v: Tensor) -> bytes | None:
     """Both sides with their sources."""
     if not (_serves(k) and _serves(v)):
         return None
@@ -184,18 +188,23 @@ def _source(x: Tensor) -> bytes:
     return _SOURCE.pack(FLOATS[x.dtype], 0, x.data_ptr(), batch * size, head * size, token * size)
 
 
-def _write_token(level: int, positions: Tensor, sides: _Sides, k: Tensor, v: Tensor, position: Tensor) -> Tensor | None:
+def _write_token(level: int, positions: Tensor, sides: Sides, k: Tensor, v: Tensor, position: Tensor) -> Tensor | None:
     packed = _packed(sides, k, v)
-    batch, heads, slots = positions.shape
     strides = positions.stride()
     if packed is None or strides[2] != 1:
         return None
-    at = positions.new_empty(batch, heads, 1, dtype=torch.int64)
-    places = _PLACES.pack(batch, heads, 1, slots, sides.edge, sides.tail, 0, 1, 0, 0, 0)
+    at = positions.new_empty(*positions.shape[:2], 1, dtype=torch.int64)
+    places = places_of_token(positions, sides)
     new = _NEW.pack(
         positions.data_ptr(), strides[0], strides[1], position.data_ptr(), position.stride(0), at.data_ptr()
     )
     return at if _TOKEN(level, packed, 2, places, new, threads()) else None
+
+
+def places_of_token(positions: Tensor, sides: Sides) -> bytes:
+    """Where one token of each row may go; ``positions`` are those of the slots."""
+    batch, heads, slots = positions.shape
+    return _PLACES.pack(batch, heads, 1, slots, sides.edge, sides.tail, 0, 1, 0, 0, 0)
 
 
 @torch.library.custom_op("kvwinnow::write_token", mutates_args=("positions", "stored"), device_types="cpu")
