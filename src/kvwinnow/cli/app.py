@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvwinnow import __version__
+from kvwinnow.cli.console import BAD_INPUT
 from kvwinnow.cli.demo import demo
 from kvwinnow.cli.doctor import doctor
 from kvwinnow.cli.explore import explore
@@ -24,7 +25,6 @@ from kvwinnow.cli.serve import CONTEXT, serve
 from kvwinnow.cli.simulate import simulate
 from kvwinnow.errors import KvwinnowError
 
-BAD_INPUT = 2
 INTERRUPTED = 130
 
 # What click returns for a reader of stdout that stopped early.

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+BAD_INPUT = 2
+"""What commands return for what they cannot do as asked."""
+
 # Wide enough for every table where there is no terminal that knows better.
 _WIDTH_OF_A_FILE = 150
 

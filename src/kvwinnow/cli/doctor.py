@@ -9,19 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwinnow import __version__
-from kvwinnow.cli.console import out, stages
+from kvwinnow.cli.console import BAD_INPUT, out, stages
 
 
-def doctor() -> None:
+def doctor() -> int:
     """Say what is installed, what will compute, and where the default model lies."""
     with stages() as show:
         show("looking around")
+        backend, refused = _backend()
         rows = [
             ("kvwinnow", __version__),
             ("Python", f"{platform.python_version()} on {platform.platform()}"),
             *((package, _version(package)) for package in ("torch", "transformers")),
             ("device", _device()),
-            *_backend(),
+            *backend,
             *_default_model(),
         ]
     table = Table(show_header=False)
@@ -30,6 +31,7 @@ def doctor() -> None:
     for name, value in rows:
         table.add_row(name, Text(value))
     out().print(table)
+    return BAD_INPUT if refused else 0
 
 
 def _version(package: str) -> str:
@@ -49,13 +51,15 @@ def _device() -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def _backend() -> list[tuple[str, str]]:
+def _backend() -> tuple[list[tuple[str, str]], bool]:
+    """What to say of it, and whether what the environment asks for is refused."""
     try:
         from kvwinnow.ops.cpu.report import report
     except (ImportError, OSError):  # torch, as said above
-        return []
+        return [], False
     found = report()
-    return [("back end on CPUs", found.backend), ("since", found.why), ("faster would be", found.faster)]
+    rows = [("back end on CPUs", found.backend), ("since", found.why), ("faster would be", found.faster)]
+    return rows, found.refused
 
 
 def _default_model() -> list[tuple[str, str]]:

@@ -37,9 +37,13 @@ def load(
 
     Raises:
         KvwinnowError: nothing loadable is there; the message is one sentence.
+        UnsupportedSetupError: the environment asks for kernels that are not there.
     """
     import torch
 
+    from kvwinnow.ops.cpu.level import current
+
+    current()  # a level that is not there is refused now, not once the model is loaded
     progress = progress or (lambda stage: None)
     device = device or best_device()
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,8 +58,7 @@ compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.Wea
 """What ``compile_decode`` made of a decoder or a language head; its function may answer NotImplemented."""
 
 
-@dataclass(frozen=True)
-class HandOver:
+class HandOver(NamedTuple):
     """A layer's work, as ``Cache.update`` leaves it.
 
     Attributes:

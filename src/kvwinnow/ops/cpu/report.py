@@ -18,11 +18,13 @@ class Report:
         backend: its name.
         why: why it is this one.
         faster: what would be faster.
+        refused: whether the environment asks for what is not there, so that nothing will compute.
     """
 
     backend: str
     why: str
     faster: str
+    refused: bool = False
 
 
 def report() -> Report:
@@ -32,7 +34,7 @@ def report() -> Report:
         current = level.current()
         library = load()
     except UnsupportedSetupError as error:
-        return Report("none: what is asked for is refused", str(error), "what that sentence says")
+        return Report("none: what is asked for is refused", str(error), "what that sentence says", refused=True)
     if isinstance(library, Absent):
         return Report("torch", f"no native kernels: {library.reason}", f"{library.remedy}; {_gain(level.OFF)}")
     if current is None:
