@@ -60,5 +60,5 @@ def decode(
     weights = None if observed is None else observed.slots
     if mass is not None and weights is not None:
         mass.scatter_(2, slot, 0.0)
-        mass += weights * (positions.unsqueeze(1) >= 0)
+        mass += weights.masked_fill(positions.unsqueeze(1) < 0, 0.0)  # a product would keep what is no number
     return Decoded(out, slot, weights if weigh else None)

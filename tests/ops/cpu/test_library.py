@@ -89,6 +89,15 @@ def test_doctor_tells_off_from_a_library_that_is_missing(native: library.Library
     assert report().why == "KVWINNOW_CPU_LEVEL=off"
 
 
+def test_a_library_that_is_not_asked_for_is_not_looked_at(afresh: pytest.MonkeyPatch) -> None:
+    afresh.setenv(library.VARIABLE, "/nowhere/library.so")
+    assert report().refused
+    afresh.setenv(level.VARIABLE, "off")
+    assert level.current() is None
+    assert report().backend == "torch"
+    assert not report().refused
+
+
 def test_a_word_that_is_no_level_is_refused(afresh: pytest.MonkeyPatch) -> None:
     afresh.setenv(level.VARIABLE, "sse")
     with pytest.raises(

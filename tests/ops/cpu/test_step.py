@@ -14,7 +14,7 @@ from torch import Tensor
 from kvwinnow import ops
 from kvwinnow.errors import CodecError
 from kvwinnow.ops import Slots, Variant
-from kvwinnow.ops.cpu import level, step
+from kvwinnow.ops.cpu import attention, level, quantize, step
 from tests.ops.cpu.test_attention import STORED, Case, bound_of, oracle, stored
 
 DTYPES = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -122,6 +122,81 @@ def test_what_is_not_served_is_left_as_it_is(
     assert torch.equal(slots.positions, before.positions)
     assert all(map(torch.equal, slots.tensors(), before.tensors()))
     assert torch.equal(mass, had)
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["query heads", "query dim", "key heads", "value rows", "value dim", "tokens", "position", "mass", "float64"],
+)
+def test_shapes_that_do_not_agree_are_refused_by_torch_and_write_nothing(each_level: int, what: str) -> None:
+    slots = slots_of("bf16", "bf16", (2, 2, 30), (64, 64), 0, 1)
+    q, k, v = (made(2, n, 64, torch.float32, n) for n in (4, 2, 2))
+    position, mass = torch.full((2, 1), 99, dtype=torch.int32), torch.zeros(2, 2, 30)
+    if what == "query heads":
+        q = q[:, :3]
+    elif what == "query dim":
+        q = q[..., :48]
+    elif what == "key heads":
+        k = k[:, :1]
+    elif what == "value rows":
+        v = v[:1]
+    elif what == "value dim":
+        v = v[..., :48]
+    elif what == "tokens":
+        k = k.expand(-1, -1, 2, -1)
+    elif what == "position":
+        position = position[:1]
+    elif what == "mass":
+        mass = torch.zeros(2, 2, 20)
+    else:
+        mass = mass.double()
+    before = copy.deepcopy(slots)
+    assert step.step(q, slots, k, v, position, Variant(0.125), mass, True) is None
+    assert torch.equal(slots.positions, before.positions)
+    assert all(map(torch.equal, slots.tensors(), before.tensors()))
+    assert not mass.any()
+    if what in ("key heads", "value rows", "value dim", "tokens", "position"):
+        assert quantize.write_token(slots, k, v, position) is None
+    if what in ("query heads", "query dim"):
+        assert attention.attend(q.reshape(2, -1, 1, q.shape[3]), None, slots, Variant(0.125)) is None
+    if what in ("key heads", "value rows", "value dim"):
+        assert not quantize.write_vectors(slots, k, v, 1, rows=None, columns=None, at=None)
+    assert all(map(torch.equal, slots.tensors(), before.tensors()))
+
+
+def test_indices_that_are_not_as_many_as_vectors_are_not_served(each_level: int) -> None:
+    slots = slots_of("bf16", "bf16", (2, 2, 30), (64, 64), 0, 1)
+    x, before = made(2, 2, 64, torch.float32, 1), copy.deepcopy(slots)
+    one = torch.zeros(1, dtype=torch.int64)
+    for rows, columns, at in ((one, one, one[:0]), (one, one[:0], one), (one, one, one.int())):
+        assert not quantize.write_vectors(slots, x, x, 0, rows=rows, columns=columns, at=at)
+    assert all(map(torch.equal, slots.tensors(), before.tensors()))
+
+
+@pytest.mark.parametrize("forced", [None, "off"])
+def test_a_row_without_a_token_gives_no_weights_whatever_its_query(
+    native: object, forced: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forced is not None:
+        monkeypatch.setenv(level.VARIABLE, forced)
+    slots = slots_of("fp32", "fp32", (2, 1, 30), (64, 64), 0, 1)
+    q, k, v = (made(2, n, 64, torch.float32, n) for n in (2, 1, 1))
+    q[1] = torch.nan
+    mass = torch.ones(2, 1, 30)
+    done = ops.decode(q, slots, k, v, torch.tensor([[50], [-1]], dtype=torch.int32), variant=Variant(0.125), mass=mass)
+    assert torch.equal(mass[1, 0], torch.ones(30).index_fill(0, done.slot[1, 0], 0.0))
+    assert mass[0].sum() == pytest.approx(30.0)  # the new token's slot began at nothing, and weights sum to one
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_has_a_gradient_keeps_it(native: object, which: int) -> None:
+    slots = slots_of("fp32", "fp32", (1, 1, 30), (64, 64), 0, 1)
+    inputs = [made(1, n, 64, torch.float32, n) for n in (2, 1, 1)]
+    inputs[which] = inputs[which].detach().requires_grad_()
+    position = torch.full((1, 1), 99, dtype=torch.int32)
+    assert step.step(inputs[0], slots, *inputs[1:], position, Variant(0.125), None, False) is None
+    with torch.no_grad():
+        assert step.step(inputs[0], slots, *inputs[1:], position, Variant(0.125), None, False) is not None
 
 
 @pytest.mark.parametrize("dim", [20, 40])

@@ -55,7 +55,7 @@ def attend(
     if q.device.type != "cpu" or q.shape[2] > ROWS or slots.positions.shape[2] == 0:
         return None
     level = current()
-    if level is None:
+    if level is None or q.shape[3] != slots.keys.exact.shape[3]:
         return None
     if q.requires_grad and torch.is_grad_enabled():  # the kernels have no derivative
         return None
@@ -166,7 +166,9 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     batch, kv_heads, rows, dim = q.shape
     slots = positions.shape[2]
-    if positions.stride(2) != 1 or segments.slots != slots:
+    if positions.stride(2) != 1 or segments.slots != slots or positions.shape[:2] != (batch, kv_heads):
+        return None
+    if sinks is not None and sinks.numel() != kv_heads * rows:
         return None
     q = q.float().contiguous()
     shift = None if shift is None else shift.float().contiguous()

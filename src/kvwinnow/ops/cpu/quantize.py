@@ -71,12 +71,14 @@ def write_vectors(
     """
     level = current() if k.device.type == "cpu" else None
     sides = sides_of(slots) if level is not None else None
-    packed = None if sides is None else _packed(sides, k, v)
+    packed = None if sides is None else _packed(sides, slots.positions, k, v)
     if level is None or sides is None or packed is None:
         return False
     held = [None if index is None else index.contiguous() for index in (rows, columns, at)]
     batch, heads, tokens, _ = k.shape
     total = batch * heads * count if rows is None else rows.shape[0]
+    if any(index is not None and (index.dtype is not torch.int64 or index.numel() != total) for index in held):
+        return False
     places = _PLACES.pack(
         *(batch, heads, tokens, slots.positions.shape[2], sides.edge, sides.tail, total, max(count, 1)),
         *(0 if index is None else index.data_ptr() for index in held),
@@ -107,6 +109,7 @@ class Sides(NamedTuple):
     values: bytes
     edge: int
     tail: int
+    dims: tuple[int, int]
 
 
 def _target(slots: Slots) -> _Target | None:
@@ -153,7 +156,7 @@ def _numbers(side: Vectors) -> list[int] | None:
 
 
 def _packed_sides(stored: list[Tensor], frozen: list[Tensor], layout: list[int]) -> Sides:
-    packed, first, other = [], 0, 0
+    packed, dims, first, other = [], [], 0, 0
     for begin in (2, 10):
         *numbers, dim, parts, present = layout[begin : begin + 8]
         constants = [0, 0]
@@ -169,16 +172,20 @@ def _packed_sides(stored: list[Tensor], frozen: list[Tensor], layout: list[int])
         places += _NOWHERE * (3 - parts)
         first += parts + 1
         packed.append(_STORED.pack(*numbers, 0, dim, *constants, *places))
-    return Sides(packed[0], packed[1], layout[0], layout[1])
+        dims.append(dim)
+    return Sides(packed[0], packed[1], layout[0], layout[1], (dims[0], dims[1]))
 
 
 def _serves(x: Tensor) -> bool:
     return x.dtype in FLOATS and x.stride(3) == 1
 
 
-def _packed(sides: Sides, k: Tensor, v: Tensor) -> bytes | None:
-    """Both sides with their sources."""
+def _packed(sides: Sides, positions: Tensor, k: Tensor, v: Tensor) -> bytes | None:
+    """Both sides with their sources; ``positions`` are those of the slots."""
     if not (_serves(k) and _serves(v)):
+        return None
+    shape = (*positions.shape[:2], k.shape[2])
+    if (*k.shape[:3], *v.shape[:3]) != shape * 2 or (k.shape[3], v.shape[3]) != sides.dims:
         return None
     return _source(k) + sides.keys + _source(v) + sides.values
 
@@ -189,9 +196,9 @@ def _source(x: Tensor) -> bytes:
 
 
 def _write_token(level: int, positions: Tensor, sides: Sides, k: Tensor, v: Tensor, position: Tensor) -> Tensor | None:
-    packed = _packed(sides, k, v)
+    packed = _packed(sides, positions, k, v)
     strides = positions.stride()
-    if packed is None or strides[2] != 1:
+    if packed is None or strides[2] != 1 or k.shape[2] != 1 or position.shape != (positions.shape[0], 1):
         return None
     at = positions.new_empty(*positions.shape[:2], 1, dtype=torch.int64)
     places = places_of_token(positions, sides)

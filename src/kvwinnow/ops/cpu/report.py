@@ -32,13 +32,14 @@ def report() -> Report:
     forced = os.environ.get(level.VARIABLE)
     try:
         current = level.current()
+        if forced == level.OFF:  # the library is not asked for then
+            return Report("torch", f"{level.VARIABLE}={forced}", f"unset {level.VARIABLE}; {_gain(level.OFF)}")
         library = load()
     except UnsupportedSetupError as error:
         return Report("none: what is asked for is refused", str(error), "what that sentence says", refused=True)
     if isinstance(library, Absent):
         return Report("torch", f"no native kernels: {library.reason}", f"{library.remedy}; {_gain(level.OFF)}")
-    if current is None:
-        return Report("torch", f"{level.VARIABLE}={forced}", f"unset {level.VARIABLE}; {_gain(level.OFF)}")
+    assert current is not None, "there is a library, and it is not off"
     why = f"{level.VARIABLE}={forced}" if forced else "the best level that this processor and the library have"
     name = f"native, level {level.LEVELS[current]} ({library.info}; {library.path})"
     return Report(name, why, "; ".join(_faster(library, current)) or "nothing that kvwinnow has kernels for")
@@ -62,7 +63,7 @@ def _faster(library: Library, current: int) -> list[str]:
 def _gain(name: str) -> str:
     return {
         level.OFF: "native kernels read caches several times faster, quantised ones above all",
-        "portable": "with AVX2, AVX-512 VNNI or AMX, attention over caches is several times faster",
-        "avx2": "with AVX-512 VNNI or AMX, int8, int4 and fp4 caches are read faster",
-        "avx512": "with AMX, int8, int4 and fp4 caches are read faster",
+        "portable": "with AVX2 caches are read faster, with AVX-512 VNNI or AMX several times faster",
+        "avx2": "with AVX-512 VNNI or AMX, caches are read faster, int8 and int4 ones above all",
+        "avx512": "with AMX, caches are read faster",
     }[name]

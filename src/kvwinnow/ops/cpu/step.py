@@ -56,24 +56,35 @@ def step(
     if k.device.type != "cpu" or torch.compiler.is_compiling() or positions.dtype is not torch.int32:
         return None
     level, kinds = current(), (FLOATS.get(q.dtype), FLOATS.get(k.dtype), FLOATS.get(v.dtype))
-    if level is None or None in kinds or (q.requires_grad and torch.is_grad_enabled()):
-        return None  # the kernels have no derivative
+    if level is None or None in kinds:
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):  # the kernels have no derivative
+        return None
     strides = q.stride(), k.stride(), v.stride()
     if not strides[0][3] == strides[1][3] == strides[2][3] == 1:
         return None
     layer: _Layer | None = slots.stepping.get([*slots.tensors(), slots.positions], lambda: _layer(slots))
-    if layer is None or (k.shape[3], v.shape[3]) != layer.dims or q.shape[3] != layer.dims[0]:
+    if layer is None:
         return None
-    if mass is not None and not mass.is_contiguous():
+    batch, kv_heads, count = slots.positions.shape
+    heads, (dim, value_dim) = q.shape[1], layer.dims
+    # Where shapes do not agree torch has the word for it.
+    if q.shape != (batch, heads, 1, dim) or heads % kv_heads or positions.shape != (batch, 1):
         return None
-    batch, heads, _, _ = q.shape
-    kv_heads, count = slots.positions.shape[1:]
+    if k.shape != (batch, kv_heads, 1, dim) or v.shape != (batch, kv_heads, 1, value_dim):
+        return None
+    if mass is not None and not (
+        mass.shape == slots.positions.shape and mass.dtype is torch.float32 and mass.is_contiguous()
+    ):
+        return None
     lowest = None
     if variant.sliding is not None:  # the token that is new has the highest position
-        lowest = torch.maximum(slots.positions.amax(-1), positions).sub_(variant.sliding).clamp_(min=-1)
+        lowest = torch.maximum(slots.positions.amax(-1), positions).sub_(variant.sliding).clamp_(min=-1).contiguous()
     sinks = None if variant.sinks is None else variant.sinks.to("cpu", torch.float32).contiguous()
+    if sinks is not None and sinks.numel() != heads:
+        return None
     slot = slots.positions.new_empty(batch, kv_heads, 1, dtype=torch.int64)
-    out = q.new_empty(batch, heads, 1, layer.dims[1])
+    out = q.new_empty(batch, heads, 1, value_dim)
     weights = q.new_empty(batch, kv_heads, count, dtype=torch.float32) if weigh else None
     packed = _STEP.pack(
         *(q.data_ptr(), *strides[0][:2], k.data_ptr(), *strides[1][:2], v.data_ptr(), *strides[2][:2]),

@@ -53,7 +53,7 @@ class Known(Generic[T]):
         places = [tensor.data_ptr() for tensor in tensors]
         # Tensors are the same if they are the same objects: equality would compare their elements.
         same = places == self._places and all(map(operator.is_, tensors, [tensor() for tensor in self._tensors]))
-        if not same or self._facts is None:
+        if not same:
             self._facts = work_out()
             self._tensors, self._places = [weakref.ref(tensor) for tensor in tensors], places
-        return self._facts
+        return self._facts  # type: ignore[return-value]

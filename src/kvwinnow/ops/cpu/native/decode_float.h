@@ -33,7 +33,7 @@ struct Rows {
 
 // Elements d to d + 15 of a vector, as stored; d + 15 lies in the same half as d for two elements a byte, or wraps.
 template <int KIND>
-inline F16 codes_at(const uint8_t* row, int d, int dim) {
+KVW_INLINE F16 codes_at(const uint8_t* row, int d, int dim) {
   if constexpr (KIND == FLOAT32) return load<F16>(row + 4 * d);
   if constexpr (KIND == BFLOAT16) return from_bfloat16(row + 2 * d);
   if constexpr (KIND == FLOAT16) return from_float16(row + 2 * d);
@@ -43,13 +43,15 @@ inline F16 codes_at(const uint8_t* row, int d, int dim) {
     const int half = dim / 2;
     U16 c;
     if (d + LANES <= half) {
-      c = __builtin_convertvector(load<B16>(row + d), U16) & 15;
+      c = from_bytes(row + d) & 15;
     } else if (d >= half) {
-      c = __builtin_convertvector(load<B16>(row + d - half), U16) >> 4;
+      c = from_bytes(row + d - half) >> 4;
     } else {  // half is 8 more than a multiple of 16
-      for (int i = 0; i < LANES; i++) c[i] = d + i < half ? row[d + i] & 15 : row[d + i - half] >> 4;
+      uint32_t both[LANES];
+      for (int i = 0; i < LANES; i++) both[i] = d + i < half ? row[d + i] & 15 : row[d + i - half] >> 4;
+      c = load<U16>(both);
     }
-    if constexpr (KIND == INT4) return __builtin_convertvector((I16)c, F16);
+    if constexpr (KIND == INT4) return to_float((I16)c);
     return from_e2m1(c);
   }
 }
@@ -57,20 +59,33 @@ inline F16 codes_at(const uint8_t* row, int d, int dim) {
 template <int KIND>
 constexpr bool scaled = KIND >= INT8;
 
+// Of sixteen elements from a multiple of sixteen on: the group of the first, and how many of them lie in it; the others
+// lie in the next one. Found once for many slots: a division takes as long as all else that is done for sixteen elements.
+struct Groups {
+  int first[MAX_DIM / LANES], own[MAX_DIM / LANES];
+  explicit Groups(const Rows& x) {
+    for (int i = 0; i < x.dim / LANES; i++) {
+      first[i] = x.group ? i * LANES / x.group : 0;
+      own[i] = x.group ? (first[i] + 1) * x.group - i * LANES : LANES;
+    }
+  }
+};
+
 // A slot's number per group, spread over the elements d to d + 15, which lie in two groups at most.
-inline F16 spread(const float* of, int d, int group) {
-  const int g = d / group, next = (g + 1) * group - d;
-  if (next >= LANES) return fill(of[g * BLOCK]);
-  const I16 index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return select(index < next, fill(of[g * BLOCK]), fill(of[(g + 1) * BLOCK]));
+KVW_INLINE F16 spread(const float* of, const Groups& groups, int d) {
+  of += groups.first[d / LANES] * BLOCK;
+  const int own = groups.own[d / LANES];
+  if (own >= LANES) return fill(of[0]);
+  static const int32_t index[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return select(load<I16>(index) < own, fill(of[0]), fill(of[BLOCK]));
 }
 
 template <int KIND>
-inline F16 elements(const Rows& x, int slot, int d) {
+KVW_INLINE F16 elements(const Rows& x, const Groups& groups, int slot, int d) {
   F16 v = codes_at<KIND>(x.codes + slot * x.stride, d, x.dim);
   if constexpr (scaled<KIND>) {
-    v *= spread(x.scales + slot, d, x.group);
-    if constexpr (KIND == INT4) v += spread(x.zeros + slot, d, x.group);
+    v *= spread(x.scales + slot, groups, d);
+    if constexpr (KIND == INT4) v += spread(x.zeros + slot, groups, d);
   }
   return v;
 }
@@ -79,10 +94,11 @@ inline F16 elements(const Rows& x, int slot, int d) {
 template <int KIND, int R>
 static void products(const Rows& x, int n, const float* q, int q_stride, float (*logits)[BLOCK]) {
   constexpr int T = ALL / R > 0 ? ALL / R : 1;
+  const Groups groups(x);
   for (int t = 0; t < n; t += T) {
     F16 acc[LANES] = {};
     int slot[T];
-    for (int i = 0; i < T; i++) {
+    KVW_UNROLL for (int i = 0; i < T; i++) {
       slot[i] = t + i < n ? t + i : n - 1;
       // The block after this one, while this one is computed with.
       const uint8_t* ahead = x.codes + (slot[i] + BLOCK) * x.stride;
@@ -90,21 +106,23 @@ static void products(const Rows& x, int n, const float* q, int q_stride, float (
     }
     for (int d = 0; d < x.dim; d += LANES) {
       F16 v[T];
-      for (int i = 0; i < T; i++) v[i] = elements<KIND>(x, slot[i], d);
-      for (int r = 0; r < R; r++) {
+      KVW_UNROLL for (int i = 0; i < T; i++) v[i] = elements<KIND>(x, groups, slot[i], d);
+      KVW_UNROLL for (int r = 0; r < R; r++) {
         const F16 query = load<F16>(q + r * q_stride + d);
-        for (int i = 0; i < T; i++) acc[r * T + i] += v[i] * query;
+        KVW_UNROLL for (int i = 0; i < T; i++) acc[r * T + i] += v[i] * query;
       }
     }
-    if constexpr (KVW_LEVEL >= 2 && R * T == LANES) {
+#if KVW_LEVEL >= 2
+    if constexpr (R * T == LANES) {
       float row[LANES];
       store(row, sums(acc));
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < T; i++) logits[r][t + i] = row[r * T + i];
-    } else {
-      for (int r = 0; r < R; r++)
-        for (int i = 0; i < T; i++) logits[r][t + i] = sum(acc[r * T + i]);
+      KVW_UNROLL for (int r = 0; r < R; r++)
+        KVW_UNROLL for (int i = 0; i < T; i++) logits[r][t + i] = row[r * T + i];
+      continue;
     }
+#endif
+    KVW_UNROLL for (int r = 0; r < R; r++)
+      KVW_UNROLL for (int i = 0; i < T; i++) logits[r][t + i] = sum(acc[r * T + i]);
   }
 }
 
@@ -112,31 +130,32 @@ static void products(const Rows& x, int n, const float* q, int q_stride, float (
 template <int KIND, int R>
 static void mixture(const Rows& x, int n, const float (*weights)[BLOCK], float* out, int stride) {
   constexpr int W = ALL / R > 0 ? (ALL / R > 8 ? 8 : ALL / R) : 1;
+  const Groups groups(x);
   for (int d = 0; d < x.dim; d += W * LANES) {
     const int width = (x.dim - d) / LANES;
     F16 acc[R][W];
-    for (int r = 0; r < R; r++)
-      for (int w = 0; w < W; w++)
+    KVW_UNROLL for (int r = 0; r < R; r++)
+      KVW_UNROLL for (int w = 0; w < W; w++)
         acc[r][w] = w < width ? load<F16>(out + r * stride + d + w * LANES) : F16{};
     if (width >= W) {
       for (int t = 0; t < n; t++) {
         const uint8_t* ahead = x.codes + (t + BLOCK) * x.stride;
         const int64_t bytes = x.stride * W * LANES / x.dim;
         for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(ahead + x.stride * d / x.dim + byte);
-        for (int w = 0; w < W; w++) {
-          const F16 v = elements<KIND>(x, t, d + w * LANES);
-          for (int r = 0; r < R; r++) acc[r][w] += v * weights[r][t];
+        KVW_UNROLL for (int w = 0; w < W; w++) {
+          const F16 v = elements<KIND>(x, groups, t, d + w * LANES);
+          KVW_UNROLL for (int r = 0; r < R; r++) acc[r][w] += v * weights[r][t];
         }
       }
     } else {
       for (int t = 0; t < n; t++)
-        for (int w = 0; w < width; w++) {
-          const F16 v = elements<KIND>(x, t, d + w * LANES);
-          for (int r = 0; r < R; r++) acc[r][w] += v * weights[r][t];
+        KVW_UNROLL for (int w = 0; w < width; w++) {
+          const F16 v = elements<KIND>(x, groups, t, d + w * LANES);
+          KVW_UNROLL for (int r = 0; r < R; r++) acc[r][w] += v * weights[r][t];
         }
     }
-    for (int r = 0; r < R; r++)
-      for (int w = 0; w < W && w < width; w++) store(out + r * stride + d + w * LANES, acc[r][w]);
+    KVW_UNROLL for (int r = 0; r < R; r++)
+      KVW_UNROLL for (int w = 0; w < W && w < width; w++) store(out + r * stride + d + w * LANES, acc[r][w]);
   }
 }
 

@@ -17,9 +17,6 @@ constexpr int64_t PIECE = 64;         // vectors of one unit of work
 constexpr int64_t AHEAD = 8;           // vectors on their way from memory
 constexpr int64_t ALONE = 1 << 14;    // elements that are not worth a second thread
 
-typedef double D8 __attribute__((vector_size(64)));
-typedef int64_t L8 __attribute__((vector_size(64)));
-
 // What one vector needs on its way; whole lanes beyond the last element may be written.
 struct alignas(64) Room {
   float x[MAX_DIM + LANES];
@@ -111,6 +108,10 @@ void give(const float* x, int64_t dim, uint8_t* to, int32_t kind) {
 
 // -- the rotation ----------------------------------------------------------------------------------
 
+#if KVW_LEVEL >= 2
+typedef double D8 __attribute__((vector_size(64)));
+typedef int64_t L8 __attribute__((vector_size(64)));
+
 template <int STEP>
 inline D8 crossed(D8 v) {
   typedef L8 I;
@@ -124,6 +125,7 @@ inline D8 crossed(D8 v) {
   // The lane below: v + other; the one above: other - v.
   return (lane & STEP) == 0 ? v + other : other - v;
 }
+#endif
 
 // By the Hadamard matrix of a power of two, block by block, in float64: unless elements are some 2^20 apart the sums are
 // exact there, so that neither their order nor the library that takes them is seen (codecs/rotation.py does the same).
@@ -132,10 +134,12 @@ void rotate_vector(float* x, double* wide, int64_t dim, int64_t size) {
   for (int64_t block = 0; block < dim; block += size) {
     double* d = wide + block;
     int64_t step = 1;
+#if KVW_LEVEL >= 2
     if (size >= 8) {
       for (int64_t i = 0; i < size; i += 8) store(d + i, crossed<4>(crossed<2>(crossed<1>(load<D8>(d + i)))));
       step = 8;
     }
+#endif
     for (; step < size; step *= 2)
       for (int64_t i = 0; i < size; i += 2 * step)
         for (int64_t j = i; j < i + step; j++) {
@@ -198,7 +202,7 @@ float largest_size(const float* x, int64_t n) {
     U16 m = load<U16>(x) & 0x7fffffff;
     for (i = LANES; i + LANES <= n; i += LANES) {
       const U16 v = load<U16>(x + i) & 0x7fffffff;
-      m = v > m ? v : m;
+      m = select(v > m, v, m);
     }
     for (int j = 0; j < LANES; j++) most = m[j] > most ? m[j] : most;
   }
@@ -225,14 +229,6 @@ inline float from_e4m3_byte(uint8_t code) {
 
 // -- codes, sixteen at once: whole lanes beyond n may be written ------------------------------------
 
-inline void store_codes(uint8_t* to, U16 codes) {
-#if KVW_LEVEL >= 2
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)codes));
-#else
-  store(to, __builtin_convertvector(codes, B16));
-#endif
-}
-
 // In [low, high], NaN as 0, to the nearest whole number.
 inline U16 whole(F16 v, float low, float high) {
   v = select(v == v, v, F16{});
@@ -242,12 +238,12 @@ inline U16 whole(F16 v, float low, float high) {
 }
 
 void int8_codes(const float* x, int64_t n, float scale, uint8_t* codes) {
-  for (int64_t i = 0; i < n; i += LANES) store_codes(codes + i, whole(load<F16>(x + i) / scale, -127, 127) & 0xff);
+  for (int64_t i = 0; i < n; i += LANES) store_bytes(codes + i, whole(load<F16>(x + i) / scale, -127, 127) & 0xff);
 }
 
 void int4_codes(const float* x, int64_t n, float zero, float scale, uint8_t* codes) {
   for (int64_t i = 0; i < n; i += LANES)
-    store_codes(codes + i, whole((load<F16>(x + i) - zero) / scale, 0, 15) & 15);
+    store_bytes(codes + i, whole((load<F16>(x + i) - zero) / scale, 0, 15) & 15);
 }
 
 // Codes 0 to 4 stand for 0 to 2 in steps of a half, codes 4 to 6 for 2 to 4 in steps of 1, and code 7 for 6.
@@ -262,7 +258,7 @@ void e2m1_codes(const float* x, int64_t n, float scale, uint8_t* codes) {
     F16 least = select(low < middle, low, middle);
     least = select(least < high, least, high);
     const U16 code = whole(least, 0, 7) & 7;
-    store_codes(codes + i, code | ((U16)(v < F16{}) & 8));
+    store_bytes(codes + i, code | ((U16)(v < F16{}) & 8));
   }
 }
 
@@ -275,9 +271,9 @@ void e4m3_codes(const float* x, int64_t n, float scale, uint8_t* codes) {
     const U16 k = (U16)m;
     const U16 tiny = (U16)(m + 16384.0f) - bits_of(16384.0f);
     const U16 normal = ((k + 0x7ffff + (k >> 20 & 1)) >> 20) - (120u << 3);
-    U16 code = m < fill(0x1p-6f) ? tiny : normal;
-    code = nan ? U16{} + 0x7f : code;
-    store_codes(codes + i, code | sign);
+    U16 code = select(m < fill(0x1p-6f), tiny, normal);
+    code = select(nan, U16{} + 0x7f, code);
+    store_bytes(codes + i, code | sign);
   }
 }
 
