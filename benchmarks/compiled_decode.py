@@ -111,9 +111,9 @@ def row(made: dict[str, Case], name: str) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=128, help="length of the prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens to decode")
-    parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
+    parser.add_argument("--tokens", type=machine.whole, default=128, help="length of the prompt")
+    parser.add_argument("--new", type=machine.whole, default=64, help="tokens to decode")
+    parser.add_argument("--threads", type=machine.whole, help="threads of torch; default: its own choice")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what to measure time by")
     parser.add_argument("--no-static", dest="static", action="store_false", help="do not compile StaticCache")
     parser.add_argument("--tune", action="store_true", help="compile_decode(tune=True) as well, which takes minutes")

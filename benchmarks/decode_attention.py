@@ -120,12 +120,18 @@ def measure(found: dict[str, Way], buffers: int, rounds: int) -> dict[str, list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768], help="slots of a KV head (4096 32768)")
-    parser.add_argument("--dims", type=int, nargs="+", default=[128, 64], help="head dimensions (128 64)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)")
+    parser.add_argument(
+        "--tokens", type=machine.whole, nargs="+", default=[4096, 32768], help="slots of a KV head (4096 32768)"
+    )
+    parser.add_argument("--dims", type=machine.whole, nargs="+", default=[128, 64], help="head dimensions (128 64)")
+    parser.add_argument(
+        "--threads", type=machine.whole, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)"
+    )
     parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "int4", "fp4:group=64", "fp4"], help="in turn")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of which the median is taken (9)")
-    parser.add_argument("--megabytes", type=int, default=256, help="of bfloat16 buffers gone through in turn (256)")
+    parser.add_argument("--rounds", type=machine.whole, default=9, help="rounds of which the median is taken (9)")
+    parser.add_argument(
+        "--megabytes", type=machine.whole, default=256, help="of bfloat16 buffers gone through in turn (256)"
+    )
     machine.add_json_option(parser)
     options = parser.parse_args()
 

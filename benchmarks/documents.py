@@ -161,10 +161,10 @@ def row(name: str, run: Run) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=6000, help="length of the document")
-    parser.add_argument("--new", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--tokens", type=machine.whole, default=6000, help="length of the document")
+    parser.add_argument("--new", type=machine.whole, default=8, help="tokens of each answer")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which caches")
-    parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
+    parser.add_argument("--threads", type=machine.whole, help="threads of torch; default: its own choice")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what to measure time by")
     machine.add_json_option(parser)
     return parser.parse_args()

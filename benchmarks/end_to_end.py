@@ -171,10 +171,12 @@ def notes_on(runs: dict[str, list[Run]], given: argparse.Namespace) -> list[str]
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 3072, 8192], help="lengths of the prompt")
-    parser.add_argument("--new", type=int, default=32, help="tokens to decode after the first")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each cache")
-    parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
+    parser.add_argument(
+        "--tokens", type=machine.whole, nargs="+", default=[1024, 3072, 8192], help="lengths of the prompt"
+    )
+    parser.add_argument("--new", type=machine.whole, default=32, help="tokens to decode after the first")
+    parser.add_argument("--rounds", type=machine.whole, default=3, help="runs of each cache")
+    parser.add_argument("--threads", type=machine.whole, help="threads of torch; default: its own choice")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what to measure time by")
     machine.add_json_option(parser)
     return parser.parse_args()

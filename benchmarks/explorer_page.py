@@ -120,11 +120,13 @@ def measure(page: Path, runs: int) -> Figures:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text; left out: Python's own help")
-    parser.add_argument("--tokens", type=int, default=4000, help="of the prompt, at most (default 4000)")
-    parser.add_argument("--new", type=int, default=64, help="tokens of the answers (default 64)")
+    parser.add_argument("--tokens", type=machine.whole, default=4000, help="of the prompt, at most (default 4000)")
+    parser.add_argument("--new", type=machine.whole, default=64, help="tokens of the answers (default 64)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="keep the page there")
     parser.add_argument("--measure", action="store_true", help="the page is there already: measure it alone")
-    parser.add_argument("--runs", type=int, default=7, help="times it is opened, each in a new browser (default 7)")
+    parser.add_argument(
+        "--runs", type=machine.whole, default=7, help="times it is opened, each in a new browser (default 7)"
+    )
     machine.add_json_option(parser)
     return parser.parse_args()
 

@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,30 @@ LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else N
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
+def whole(text: str) -> int:
+    """A number of tokens, threads or rounds from the command line: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _in_a_sentence(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """What kvwinnow refuses is told as its program tells it."""
+    from kvwinnow.errors import KvwinnowError
+
+    if isinstance(error, KvwinnowError):
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _in_a_sentence
+
+
 def pin(threads: int) -> None:
     """Compute on so many threads from here on, and on as many cores where the system pins."""
+    if _CORES and threads > len(_CORES):
+        raise SystemExit(f"--threads {threads}: there are {len(_CORES)} cores to pin them to; take so many at most")
     if _CORES:
         os.sched_setaffinity(0, _CORES[:threads])
     import torch

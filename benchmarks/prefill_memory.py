@@ -214,9 +214,9 @@ def report(given: argparse.Namespace, told: dict[str, Any], measured: dict[Case,
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192, help="length of the prompt")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk")
-    parser.add_argument("--runs", type=int, default=1, help="processes for each resident figure")
+    parser.add_argument("--tokens", type=machine.whole, default=8192, help="length of the prompt")
+    parser.add_argument("--chunk", type=machine.whole, default=2048, help="tokens of a chunk")
+    parser.add_argument("--runs", type=machine.whole, default=1, help="processes for each resident figure")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--tensors", action="store_true", help=argparse.SUPPRESS)
     machine.add_json_option(parser)

@@ -129,11 +129,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", default=SHAPES, metavar="QxKVxD", help="query heads, KV heads, dimension"
     )
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768], help="lengths of the prompt")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--window", type=int, default=32, help="SnapKV's observing queries")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not")
-    parser.add_argument("--repeats", type=int, default=5, help="SnapKV's measurements in a round")
+    parser.add_argument("--tokens", nargs="+", type=machine.whole, default=[8192, 32768], help="lengths of the prompt")
+    parser.add_argument("--threads", nargs="+", type=machine.whole, default=[1, 2])
+    parser.add_argument("--window", type=machine.whole, default=32, help="SnapKV's observing queries")
+    parser.add_argument("--rounds", type=machine.whole, default=5, help="measured rounds, after one that is not")
+    parser.add_argument("--repeats", type=machine.whole, default=5, help="SnapKV's measurements in a round")
     parser.add_argument("--torch-tokens", type=int, default=8192, help="the longest prompt that torch scores too")
     parser.add_argument("--level", default="", help="KVWINNOW_CPU_LEVEL for the native kernels")
     machine.add_json_option(parser)

@@ -363,17 +363,19 @@ def notes_on(given: argparse.Namespace) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=("smollm2", "llama"), default=["smollm2", "llama"])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32], help="tokens of a block")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=2000, help="of each prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens to make for each request")
+    parser.add_argument("--blocks", type=machine.whole, nargs="+", default=[16, 32], help="tokens of a block")
+    parser.add_argument("--requests", type=machine.whole, default=32)
+    parser.add_argument("--tokens", type=machine.whole, default=2000, help="of each prompt")
+    parser.add_argument("--new", type=machine.whole, default=64, help="tokens to make for each request")
     parser.add_argument("--times", type=float, default=8, help="how many times smaller the budget is than the prompt")
-    parser.add_argument("--pool", type=int, default=8192, help="slots of the pool")
-    parser.add_argument("--step", type=int, default=2048, help="max_num_batched_tokens")
-    parser.add_argument("--prefill-budgets", type=int, nargs="*", default=[], help="one more case of SnapKV for each")
+    parser.add_argument("--pool", type=machine.whole, default=8192, help="slots of the pool")
+    parser.add_argument("--step", type=machine.whole, default=2048, help="max_num_batched_tokens")
+    parser.add_argument(
+        "--prefill-budgets", type=machine.whole, nargs="*", default=[], help="one more case of SnapKV for each"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what to measure time by")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each case")
+    parser.add_argument("--rounds", type=machine.whole, default=1, help="runs of each case")
     machine.add_json_option(parser)
     return parser.parse_args()
 

@@ -54,10 +54,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(peer.name for peer in PEERS)
     parser.add_argument("--model", choices=CONTEXTS, default=models.SMOLLM2, help="what all run (default: %(default)s)")
-    parser.add_argument("--contexts", type=int, nargs="+", help="lengths of the prompt (default: 512 4096 8192; 32768)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens to make (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each row (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of each row (default: %(default)s)")
+    parser.add_argument(
+        "--contexts", type=machine.whole, nargs="+", help="lengths of the prompt (default: 512 4096 8192; 32768)"
+    )
+    parser.add_argument("--new-tokens", type=machine.whole, default=128, help="tokens to make (default: %(default)s)")
+    parser.add_argument("--rounds", type=machine.whole, default=1, help="runs of each row (default: %(default)s)")
+    parser.add_argument("--threads", type=machine.whole, default=2, help="threads of each row (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {names}, or a row as kvwinnow/full")
     machine.add_json_option(parser)
     given = parser.parse_args()

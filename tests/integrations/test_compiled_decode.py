@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -189,6 +190,36 @@ def test_threads_share_the_graphs(compiled: Any, plain: PreTrainedModel) -> None
         assert said[which] == text(plain, prompt, cache=cache, tokens=30)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_other_threads_are_undisturbed_while_a_graph_is_made_and_taken_off(plain: PreTrainedModel, rows: int) -> None:
+    """They decode uncompiled then, one row, for which a graph comes and goes, and three, for which there is none."""
+    model, stop = tiny_model(), threading.Event()
+    ids, mask = tiny_tokens(*[20] * rows, seed=1)
+    expected = text(plain, ids, mask, cache=CompressedCache(plain, "h2o:budget=16"))
+    said: list[Any] = []
+
+    def job() -> None:
+        while not stop.is_set():
+            try:
+                said.append(text(model, ids, mask, cache=CompressedCache(model, "h2o:budget=16")))
+            except Exception as error:
+                said.append(error)
+
+    worker = threading.Thread(target=job)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*none of those compiled.*", UserWarning)
+        worker.start()
+        try:
+            for _ in range(4):
+                with traced_only(model):
+                    time.sleep(0.05)
+        finally:
+            stop.set()
+            worker.join()
+    assert len(said) > 4
+    assert [other for other in said if other != expected] == []
+
+
 # -- what runs uncompiled ----------------------------------------------------------------------------------------------
 
 
@@ -330,7 +361,7 @@ def test_a_change_of_adapters_is_noticed(change: Callable[[Any], None]) -> None:
             text(adapted, ids, cache=CompressedCache(adapted, "h2o:budget=24"))
 
 
-@pytest.mark.parametrize("sizes", [0, -1, (), (1, 2.0), True, range(1, 10), ("1",)], ids=str)
+@pytest.mark.parametrize("sizes", [0, -1, (), (1, 2.0), True, (1, True), 1.0, None, range(1, 10), ("1",)], ids=str)
 def test_batch_sizes_that_are_none(plain: PreTrainedModel, sizes: Any) -> None:
     with pytest.raises(KvwinnowError, match="batch_sizes="):
         compile_decode(plain, batch_sizes=sizes)

@@ -18,7 +18,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -30,13 +30,13 @@ from kvwinnow.errors import CacheStateError, KvwinnowError, UnsupportedModelErro
 from kvwinnow.integrations.transformers import attachment, graph, mrope
 from kvwinnow.integrations.transformers.attachment import CACHE_ARGUMENTS
 from kvwinnow.integrations.transformers.cache import CompressedCache
+from kvwinnow.integrations.transformers.compilable import causes, checked, refuse_failed, refuse_model
 from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.ops import Variant
 
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
-MOST_BATCH_SIZES = 8
 _PASSED = ("input_ids", "inputs_embeds", "position_ids")
 _SILENT = {"attention_mask": None, "use_cache": True, "return_dict": True}
 """Arguments that a graph need not be given: what the cache knows, and values (None: any) that change nothing."""
@@ -105,16 +105,17 @@ class CompiledDecode:
         """As ``compile_decode``. ``backend``: what turns a traced graph into a function; None: inductor."""
         model = unwrap(model)
         structure = inspect_model(model)
-        self.batch_sizes = _checked(batch_sizes)
+        self.batch_sizes = checked(batch_sizes)
         decoder = text_decoder(model)
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        _refuse_model(model, decoder)
+        refuse_model(model, decoder)
         self._freeze, self._backend = freeze, backend or _inductor
         # Dynamo asks inductor's configuration whether weights are going to be constants.
         self._settings: dict[str, Any] = {"freezing": freeze}
         if tune:
             self._settings |= {"max_autotune_gemm": True, "max_autotune_gemm_backends": _TUNED}
-        self._making: int | None = None
+        # The thread that compiles, until all is compiled. Other threads' steps run uncompiled as long.
+        self._making: int | None = threading.get_ident()
         self.steps, self._warned = 0, False
         self._sections, self._taken = mrope.used_by(model), "input_ids"
         argument = _cache_argument(decoder)
@@ -128,11 +129,15 @@ class CompiledDecode:
         self._unwrap = None if head is None else attachment.wrap_forward(head, _around_head)
         if head is not None:
             attachment.compiled[head] = self._head
+        _compiles.begin()
         try:
             self._warm_up(model, argument)
         except BaseException:
             self.close()
             raise
+        finally:
+            self._making = None
+            _compiles.end()
 
     def close(self) -> None:
         """Take the graphs off the model and let go of them and their copies of the weights."""
@@ -185,16 +190,13 @@ class CompiledDecode:
             before = self.steps
             with torch.inference_mode(False), torch.no_grad():
                 model(ids[:, :2], attention_mask=mask[:, :2], **given)
-                self._making = threading.get_ident()
                 try:
                     with torch._inductor.config.patch(self._settings):
                         model(ids[:, 2:], attention_mask=mask, **given)
                 except KvwinnowError:
                     raise
                 except Exception as error:
-                    _refuse_failed(model, error)
-                finally:
-                    self._making = None
+                    refuse_failed(model, error)
             if self.steps == before:
                 raise UnsupportedSetupError(
                     "torch.compile is switched off here (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE or a stance of "
@@ -211,14 +213,17 @@ class CompiledDecode:
         """A decode step of ``cache``, whose planning is done; NotImplemented: no graph serves it."""
         if getattr(original, "__func__", None) is not type(decoder).forward:
             return NotImplemented  # another library's wrapper, which calls ours inside
-        why = self._unserved(cache, given)
+        steps = self._steps  # another thread may close() meanwhile
+        if not steps or self._making not in (None, threading.get_ident()):
+            return NotImplemented
+        why = self._unserved(cache, given, steps)
         if why is not None:
             self._warn(why)
             return NotImplemented
         self._refuse_changed(decoder)
         inputs = _inputs(cache, given, self._sections)
         with torch.inference_mode(False), torch.no_grad():
-            made = self._run(self._steps[_rows(given)], decoder, *inputs)
+            made = self._run(steps[_rows(given)], decoder, *inputs)
         if made is None:
             return NotImplemented
         kind, hidden = made
@@ -232,15 +237,16 @@ class CompiledDecode:
         reference = _hidden.get()
         hidden = None if reference is None else reference()
         own = getattr(original, "__func__", None) is type(head).forward
-        if hidden is None or not own or args or not isinstance(x, Tensor) or hidden.shape[0] not in self._heads:
+        if hidden is None or not own or args or not isinstance(x, Tensor):
             return NotImplemented
-        if x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
+        function = self._heads.get(hidden.shape[0])
+        if function is None or x.shape != hidden.shape or x.data_ptr() != hidden.data_ptr():
             return NotImplemented
         with torch.inference_mode(False), torch.no_grad():
-            made = self._run(self._heads[x.shape[0]], head, hidden)
+            made = self._run(function, head, hidden)
         return NotImplemented if made is None else made
 
-    def _unserved(self, cache: CompressedCache, given: dict[str, Any]) -> str | None:
+    def _unserved(self, cache: CompressedCache, given: dict[str, Any], steps: Container[int]) -> str | None:
         """What of a call no graph serves; None: one does."""
         for name, value in given.items():
             passed = name in CACHE_ARGUMENTS or name in _PASSED or value is None or value is False
@@ -255,7 +261,7 @@ class CompiledDecode:
         elif taken != self._taken:
             return taken
         rows, seen = _rows(given), cache.get_seq_length()
-        if rows not in self._steps:
+        if rows not in steps:
             return f"{rows} row(s)"
         if given.get("position_ids") is None and any(tokens != seen for tokens in cache.tokens_seen):
             return "padding and no position_ids"
@@ -291,12 +297,36 @@ class CompiledDecode:
             _refuse_changed()
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What the graph gives; None, and nothing done, where it does not serve for now."""
+        finished = _compiles.finished
         try:
             return function(*args)
         except Exception as error:
-            if any(isinstance(cause, _ChangedError) for cause in _causes(error)):
+            if not any(isinstance(cause, _ChangedError) for cause in causes(error)):
+                raise
+            # While torch compiles in one thread, what it sets for itself may look to others like a change.
+            if self._steps and _compiles.started == finished:
                 _refuse_changed()
-            raise
+            return None
+
+
+class _Compiles:
+    """How many graphs this process has begun to make, and how many it is done with."""
+
+    def __init__(self) -> None:
+        self.started = self.finished = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            self.started += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self.finished += 1
+
+
+_compiles = _Compiles()
 
 
 class _ChangedError(Exception):
@@ -439,69 +469,6 @@ def _cache_argument(decoder: nn.Module) -> str:
     """By which name the decoder takes a cache."""
     known = inspect.signature(type(decoder).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[-1])
-
-
-# -- what is refused -------------------------------------------------------------------------------
-
-
-def _checked(batch_sizes: int | Iterable[int]) -> tuple[int, ...]:
-    given = (batch_sizes,) if isinstance(batch_sizes, int) else tuple(batch_sizes)
-    sizes = tuple(dict.fromkeys(given))
-    if not 0 < len(sizes) <= MOST_BATCH_SIZES or any(type(rows) is not int or rows < 1 for rows in sizes):
-        raise KvwinnowError(
-            f"batch_sizes={batch_sizes!r} must be 1 to {MOST_BATCH_SIZES} whole numbers of rows, 1 or more each"
-        )
-    return sizes
-
-
-def _refuse_model(model: PreTrainedModel, decoder: nn.Module) -> None:
-    if model.training or decoder.training:
-        raise KvwinnowError(
-            "the model is in training mode, and compile_decode is for inference only; call model.eval()"
-        )
-    if decoder in attachment.compiled:
-        raise KvwinnowError(
-            "the decode step of this model is compiled already; close() what compile_decode returned before you "
-            "compile it anew"
-        )
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        raise KvwinnowError(
-            "the model has been compiled by model.compile(), which compile_decode would compile again; use one of them"
-        )
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise UnsupportedModelError(
-            "the model is spread over devices or offloaded by accelerate, which moves weights at every call; "
-            "compile_decode takes models on one device: load it with device_map=None, or with one device"
-        )
-    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
-        raise UnsupportedModelError(
-            f"the decoder, a {type(decoder).__name__}, takes no position_ids, which compile_decode gives its graphs; "
-            "use the model uncompiled"
-        )
-
-
-def _refuse_failed(model: PreTrainedModel, error: Exception) -> NoReturn:
-    causes = list(_causes(error))
-    if any(type(cause).__name__ == "InvalidCxxCompiler" for cause in causes):
-        raise UnsupportedSetupError(
-            "compile_decode needs a C++ compiler, and torch finds none that works; install g++ or clang, or name one "
-            "by the environment variable CXX"
-        ) from error
-    first = next((line.strip() for line in str(causes[-1]).splitlines() if line.strip()), type(causes[-1]).__name__)
-    raise UnsupportedModelError(
-        f"torch.compile cannot compile the decode step of this {type(model).__name__} ({first.rstrip('.')}); use it "
-        "uncompiled"
-    ) from error
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, the first cause last."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
 
 
 def _listed(numbers: Iterable[int]) -> str:
