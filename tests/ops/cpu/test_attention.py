@@ -302,7 +302,8 @@ def test_a_graph_leaves_to_torch_what_is_not_served(native: object, spec: str, d
 
     q = torch.randn(1, 6, 1, dim, generator=torch.Generator().manual_seed(2))
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(attend, backend="eager")(q), attend(q))
+    # Without a graph kernels rotate the query and multiply it with the mean, in another order than torch.
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q), attend(q), rtol=1e-5, atol=1e-6)
 
 
 def test_queries_that_have_a_gradient_keep_it(native: object) -> None:
