@@ -12,7 +12,7 @@ from torch import Tensor
 from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, in_rows, kind_of
+from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, address, in_rows, kind_of
 from kvwinnow.ops.slots import Slots
 from kvwinnow.ops.variant import Variant
 
@@ -180,20 +180,16 @@ def _attend(  # noqa: PLR0913, PLR0917 - what an operator of torch takes: tensor
     call = _CALL.pack(
         *(batch, kv_heads, rows, dim, value_dim, slots),
         q.data_ptr(),
-        _place(shift),
+        address(shift),
         positions.data_ptr(),
         *positions.stride()[:2],
-        _place(lowest),
-        _place(sinks),
+        address(lowest),
+        address(sinks),
         *(scale, softcap),
         *(out.data_ptr(), lse.data_ptr(), weights.data_ptr() if weigh else 0),
         *(segments.pieces, threads()),
     )
     return (out, lse, weights) if _KERNEL(level, call, segments.packed) else None
-
-
-def _place(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _packed(tensors: list[Tensor], layout: list[int]) -> Segments | None:

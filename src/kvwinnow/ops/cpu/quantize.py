@@ -12,7 +12,7 @@ from torch import Tensor
 from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, in_rows, kind_of
+from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, address, in_rows, kind_of
 from kvwinnow.ops.slots import Slots
 
 _SIDES = ctypes.c_char_p, ctypes.c_int32  # and how many
@@ -81,7 +81,7 @@ def write_vectors(
         return False
     places = _PLACES.pack(
         *(batch, heads, tokens, slots.positions.shape[2], sides.edge, sides.tail, total, max(count, 1)),
-        *(0 if index is None else index.data_ptr() for index in held),
+        *map(address, held),
     )
     return _VECTORS(level, packed, 2, places, threads())
 

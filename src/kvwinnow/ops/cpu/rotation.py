@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM
+from kvwinnow.ops.cpu.storage import FLOATS, MOST_DIM, address
 
 _KERNEL = Kernel("kvw_rotate", ctypes.c_char_p)
 _TURN = struct.Struct("@4qiiiiPqqqPPP")
@@ -42,8 +42,8 @@ def rotated(x: Tensor, *, mean: Tensor | None = None, dtype: torch.dtype) -> tup
     turn = _TURN.pack(
         *(batch, heads, rows, dim, source, made, dim & -dim, threads()),
         *(x.data_ptr(), along_batch * size, along_heads * size, along_rows * size),
-        0 if mean is None else mean.data_ptr(),
+        address(mean),
         out.data_ptr(),
-        0 if products is None else products.data_ptr(),
+        address(products),
     )
     return (out, products) if _KERNEL(level, turn) else None

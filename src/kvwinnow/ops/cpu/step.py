@@ -12,7 +12,7 @@ from torch import Tensor
 from kvwinnow.ops.cpu import attention, quantize
 from kvwinnow.ops.cpu.level import current
 from kvwinnow.ops.cpu.library import Kernel, threads
-from kvwinnow.ops.cpu.storage import FLOATS
+from kvwinnow.ops.cpu.storage import FLOATS, address
 from kvwinnow.ops.slots import Slots
 from kvwinnow.ops.variant import Variant
 
@@ -89,17 +89,13 @@ def step(
     packed = _STEP.pack(
         *(q.data_ptr(), *strides[0][:2], k.data_ptr(), *strides[1][:2], v.data_ptr(), *strides[2][:2]),
         *(*kinds, threads(), heads // kv_heads, positions.data_ptr(), positions.stride(0)),
-        *(_place(lowest), _place(sinks), variant.scale, variant.softcap or 0.0),
-        *(slot.data_ptr(), out.data_ptr(), _place(weights), _place(mass)),
+        *(address(lowest), address(sinks), variant.scale, variant.softcap or 0.0),
+        *(slot.data_ptr(), out.data_ptr(), address(weights), address(mass)),
     )
     code = _KERNEL.code(level, layer.packed, layer.segments, packed)
     if code < 0:
         return None
     return Stepped(slot, None if code else out, weights)
-
-
-def _place(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _layer(slots: Slots) -> _Layer | None:

@@ -32,6 +32,11 @@ def kind_of(codec: Codec, dtype: torch.dtype) -> int | None:
     return _FP4.get(own.style) if own.name == "fp4" else _CODES.get(own.name)
 
 
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's elements begin; 0, which kernels take for none, where there is no tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def in_rows(part: Tensor) -> bool:
     """Whether the vectors of each head of (B, Hkv, S, width) lie one behind the other."""
     return part.stride(3) == 1 and part.stride(2) == part.shape[3]

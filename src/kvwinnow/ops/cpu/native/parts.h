@@ -31,54 +31,43 @@ struct Same {
   typedef T type;
 };
 
-#define KVW_OPERATOR(op)                                                             \
-  template <class E>                                                                 \
-  KVW_INLINE Lanes<E> operator op(const Lanes<E>& a, const Lanes<E>& b) {                \
-    Lanes<E> out;                                                                    \
-    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a.part[i] op b.part[i];        \
-    return out;                                                                      \
-  }                                                                                  \
-  template <class E>                                                                 \
-  KVW_INLINE Lanes<E> operator op(const Lanes<E>& a, typename Same<E>::type b) {         \
-    Lanes<E> out;                                                                    \
-    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a.part[i] op b;                \
-    return out;                                                                      \
-  }                                                                                  \
-  template <class E>                                                                 \
-  KVW_INLINE Lanes<E> operator op(typename Same<E>::type a, const Lanes<E>& b) {         \
-    Lanes<E> out;                                                                    \
-    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a op b.part[i];                \
-    return out;                                                                      \
+// Of two vectors, or of a vector and a number; R: the elements of what comes out.
+#define KVW_OPERATOR(op, R)                                                                                   \
+  template <class E>                                                                                          \
+  KVW_INLINE Lanes<R> operator op(const Lanes<E>& a, const Lanes<E>& b) {                                     \
+    Lanes<R> out;                                                                                             \
+    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a.part[i] op b.part[i];                      \
+    return out;                                                                                               \
+  }                                                                                                           \
+  template <class E>                                                                                          \
+  KVW_INLINE Lanes<R> operator op(const Lanes<E>& a, typename Same<E>::type b) {                              \
+    Lanes<R> out;                                                                                             \
+    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a.part[i] op b;                              \
+    return out;                                                                                               \
   }
-KVW_OPERATOR(+)
-KVW_OPERATOR(-)
-KVW_OPERATOR(*)
-KVW_OPERATOR(/)
-KVW_OPERATOR(&)
-KVW_OPERATOR(|)
-KVW_OPERATOR(<<)
-KVW_OPERATOR(>>)
+#define KVW_ARITHMETIC(op)                                                                                    \
+  KVW_OPERATOR(op, E)                                                                                         \
+  template <class E>                                                                                          \
+  KVW_INLINE Lanes<E> operator op(typename Same<E>::type a, const Lanes<E>& b) {                              \
+    Lanes<E> out;                                                                                             \
+    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a op b.part[i];                              \
+    return out;                                                                                               \
+  }
+KVW_ARITHMETIC(+)
+KVW_ARITHMETIC(-)
+KVW_ARITHMETIC(*)
+KVW_ARITHMETIC(/)
+KVW_ARITHMETIC(&)
+KVW_ARITHMETIC(|)
+KVW_ARITHMETIC(<<)
+KVW_ARITHMETIC(>>)
+KVW_OPERATOR(<, int32_t)
+KVW_OPERATOR(<=, int32_t)
+KVW_OPERATOR(>, int32_t)
+KVW_OPERATOR(==, int32_t)
+KVW_OPERATOR(!=, int32_t)
+#undef KVW_ARITHMETIC
 #undef KVW_OPERATOR
-
-#define KVW_COMPARISON(op)                                                           \
-  template <class E>                                                                 \
-  KVW_INLINE Lanes<int32_t> operator op(const Lanes<E>& a, const Lanes<E>& b) {          \
-    Lanes<int32_t> out;                                                              \
-    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a.part[i] op b.part[i];        \
-    return out;                                                                      \
-  }                                                                                  \
-  template <class E>                                                                 \
-  KVW_INLINE Lanes<int32_t> operator op(const Lanes<E>& a, typename Same<E>::type b) {   \
-    Lanes<int32_t> out;                                                              \
-    KVW_UNROLL for (int i = 0; i < out.COUNT; i++) out.part[i] = a.part[i] op b;                \
-    return out;                                                                      \
-  }
-KVW_COMPARISON(<)
-KVW_COMPARISON(<=)
-KVW_COMPARISON(>)
-KVW_COMPARISON(==)
-KVW_COMPARISON(!=)
-#undef KVW_COMPARISON
 
 template <class E>
 KVW_INLINE Lanes<E> operator-(const Lanes<E>& a) {

@@ -5,7 +5,6 @@
 #include "step.h"
 
 #include <cstdlib>
-#include <cstring>
 
 KVW_EXPORT int32_t kvw_write_token(int32_t level, const kvw::Target* sides, int32_t count, const kvw::Places* places,
                                    const kvw::Token* token, int32_t threads);
