@@ -18,8 +18,9 @@ from kvwinnow.errors import CodecError
 from kvwinnow.ops import Slots, Variant
 from kvwinnow.ops.cpu import attention, level
 
-STORED = ["fp32", "bf16", "fp16", "int8", "int8:group=32", "int4", "int4:group=32", "fp8", "fp4", "fp4:style=mx"]
-BOUNDS = {**dict.fromkeys(("fp32", "fp16", "fp8", "int8", "int4", "fp4"), 1e-5), "bf16": 3e-5}
+STORED = ["fp32", "bf16", "fp16", "int8", "int8:group=32", "int4", "int4:group=32"]
+STORED += ["fp8", "fp8:group=32", "fp4", "fp4:style=mx"]
+BOUNDS = {**dict.fromkeys(("fp32", "fp16", "int8", "int4", "fp4"), 1e-5), "bf16": 3e-5, "fp8": 3e-5}
 """Largest error relative to the largest output; where AMX takes bfloat16, queries and weights have 17 bits."""
 
 
@@ -141,7 +142,7 @@ def test_every_format_of_keys_meets_every_format_of_values(each_level: int, key:
         check(attention.attend(q, shift, case.slots, case.variant, weigh=True), oracle(case, False), case.bound)
 
 
-@pytest.mark.parametrize("spec", ["bf16", "int8", "int4", "fp4"])
+@pytest.mark.parametrize("spec", ["bf16", "int8", "int4", "fp8", "fp4"])
 def test_a_long_tail_of_small_weights_is_not_lost(each_level: int, spec: str) -> None:
     """One slot has half of the weight, and thousands share the rest: fixed point must not round them to nothing."""
     count, dim = 20_000, 64
@@ -153,6 +154,26 @@ def test_a_long_tail_of_small_weights_is_not_lost(each_level: int, spec: str) ->
     positions = torch.arange(count, dtype=torch.int32).view(1, 1, -1)
     case = Case(q, None, Slots(keys, values, positions), Variant(1.0), bound_of(spec))
     check(attention.attend(q, None, case.slots, case.variant, weigh=True), oracle(case, False), case.bound)
+
+
+def test_every_number_that_fp8_knows_is_read_exactly(each_level: int) -> None:
+    """Each slot by itself: as a value it has all of the weight, as a key it meets queries that pick one element."""
+    dim, largest = 32, 0x7E  # that is 448, which every vector has, so that its scale is 1
+    codes = [code for code in range(256) if code & 0x7F < 0x7F]  # what is left is NaN
+    rows = [[largest, *codes[start : start + dim - 1]] for start in range(0, len(codes), dim - 1)]
+    rows[-1] += [0] * (dim - len(rows[-1]))
+    want = torch.tensor(rows, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codec = parse_codec("fp8")
+    vectors = Vectors.allocate(
+        codec, (len(rows), 1, 1, dim), exact=0, centred=False, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    vectors.write_many(torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.long), want)
+    q = torch.eye(dim).expand(len(rows), 1, dim, dim).contiguous()
+    slots = Slots(vectors, vectors, torch.zeros(len(rows), 1, 1, dtype=torch.int32))
+    got = attention.attend(q, None, slots, Variant(1.0))
+    assert got is not None
+    assert torch.equal(got.out, want.view(-1, 1, 1, dim).expand(-1, -1, dim, -1))
+    torch.testing.assert_close(got.lse, want.view(got.lse.shape), rtol=1e-6, atol=0)
 
 
 def test_equal_slots_have_equal_weights(each_level: int) -> None:

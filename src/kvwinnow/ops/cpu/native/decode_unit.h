@@ -5,7 +5,7 @@
 
 #include "decode_bfloat16.h"
 #include "decode_float.h"
-#include "decode_fp4.h"
+#include "decode_fp8.h"
 #include "decode_integer.h"
 
 namespace KVW_NS {
@@ -263,6 +263,32 @@ static constexpr Steps in_widened_fp4() {
   return steps;
 }
 static constexpr Steps IN_WIDENED_FP4 = in_widened_fp4();
+
+static constexpr Steps in_widened_fp8() {
+  Steps steps = IN_BFLOAT16;
+  steps.decode = [](const Place& x, int64_t start, int n, float* scale, float* zero) { x.decode(start, n, scale, zero); };
+  steps.expand_keys = [](const Rows& x, int n, Workspace& w) { widen_e4m3(x, n, w.widened); };
+  steps.multiply_keys = [](const Rows& x, int n, int, int, Workspace& w) {
+    multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys);
+  };
+  steps.collect_keys = [](const Rows& x, int n, int block, int rows, Workspace& w) {
+    collect_wide_keys(x, n, w.wide_keys, rows, w.logits[block]);
+    for (int r = 0; r < rows; r++)
+      for (int t = 0; t < n; t += LANES) {
+        float* logits = w.logits[block][r] + t;
+        store(logits, load<F16>(logits) * load<F16>(x.scales + t));
+      }
+  };
+  steps.weigh_values = [](const Rows& x, int block, int rows, Workspace& w) {
+    weigh_e4m3(x, rows, w.logits[block], w.wide_values);
+  };
+  steps.interleave_values = [](const Rows& x, int n, Workspace& w) {
+    widen_e4m3(x, n, w.widened);
+    interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
+  };
+  return steps;
+}
+static constexpr Steps IN_WIDENED_FP8 = in_widened_fp8();
 #endif
 
 static const Steps& steps_for(const Place& x) {
@@ -271,6 +297,7 @@ static const Steps& steps_for(const Place& x) {
   if (kind == BFLOAT16) return IN_BFLOAT16;
   // Four groups in a piece of 64 elements would want four products.
   if ((kind == FP4_NV || kind == FP4_MX) && x.group == LANES) return IN_WIDENED_FP4;
+  if (kind == FP8 && x.groups == 1) return IN_WIDENED_FP8;
 #endif
 #if KVW_LEVEL >= 2
   if (kind == INT8) return in_integers<INT8>();

@@ -112,21 +112,35 @@ KVW_INLINE F16 from_half_bits(U16 h) {
   const F16 size = select((I16)(e == 0), tiny, select((I16)(e == 0x7c00), infinite, normal));
   return bits((U16)size | sign);
 }
-KVW_INLINE F16 from_float16(const uint8_t* x) {
+#if KVW_LEVEL >= 1
+KVW_INLINE F16 from_halves(__m256i h) {
 #if KVW_LEVEL >= 2
-  return (F16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
-#elif KVW_LEVEL == 1
-  return {{(F16::V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x)),
-           (F16::V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + 16)))}};
+  return (F16)_mm512_cvtph_ps(h);
+#else
+  return {{(F16::V)_mm256_cvtph_ps(_mm256_castsi256_si128(h)), (F16::V)_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))}};
+#endif
+}
+#endif
+KVW_INLINE F16 from_float16(const uint8_t* x) {
+#if KVW_LEVEL >= 1
+  return from_halves(_mm256_loadu_si256((const __m256i*)x));
 #else
   return from_half_bits(from_words(x));
 #endif
 }
 KVW_INLINE F16 from_e4m3(const uint8_t* x) {
+#if KVW_LEVEL >= 1
+  // As float16 bits, sign, exponent and mantissa mean the same number times 2^-8.
+  const __m256i c = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)x));
+  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(c, 8), _mm256_set1_epi16((short)0x8000));
+  return from_halves(_mm256_or_si256(size, sign)) * 256.0f;
+#else
   const U16 c = from_bytes(x);
   const U16 m = (c & 0x7f) << 20, sign = (c & 0x80) << 24;
   const F16 size = select((I16)((c & 0x78) == 0), bits(m + (121u << 23)) - 0x1p-6f, bits(m + (120u << 23)));
   return bits((U16)size | sign);
+#endif
 }
 KVW_INLINE F16 from_e8m0(const uint8_t* x) { return bits(from_bytes(x) << 23); }
 KVW_INLINE F16 from_int8(const uint8_t* x) { return to_float(from_signed_bytes(x)); }
