@@ -21,9 +21,9 @@ bool in_tiles(const kvw_scoring& a) {
 
 }  // namespace
 
-// out[key] = sum over the group's query heads and the queries of exp(logit - lse); what is hidden adds exactly
-// nothing, and what is visible no less than about exp(-87). A query whose lse is -inf adds nothing. Arguments for
-// which there is no memory are not served.
+// out[key] = sum over the group's query heads and the queries of exp(logit - lse); what is hidden adds exactly nothing,
+// and what is less than about exp(-87) that much or nothing. A query whose lse is -inf adds nothing. Arguments for which
+// there is no memory are not served.
 KVW_EXPORT int32_t kvw_column_sums(int32_t level, const kvw_scoring* args) {
   if (!served(*args)) return KVW_NOT_SERVED;
   KVW_IF_AMX(if (level == KVW_AMX && in_tiles(*args)) return kvw_amx::tile_column_sums(*args);)

@@ -2,7 +2,8 @@
 //
 // Keys are the left operand and lie as they are stored, 16 rows of 32 numbers to a tile; queries are packed once for
 // a chunk of columns, in pairs of dimensions. While the tiles of one pair of 16 columns are multiplied, the
-// exponentials of the pair before are taken.
+// exponentials of the pair before are taken: they stand behind the products in the program, and the processor begins
+// them early. As long as a product is on its way one of its two units for 512 bits adds and shuffles only.
 #include "scoring.h"
 
 // gcc 12 warns of its own header where it means a register whatever it holds (its bug 105593).
@@ -31,32 +32,32 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// Bits of 2^(i/16), less what i itself leaves in them when n below is moved to the exponent's place.
-alignas(64) const uint32_t POWERS[LANES] = {
-    0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
-    0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
+// 2^x, of which ``p`` is 2^(x less the integer below it); NaN stays NaN. What is less than 2^LEAST is nothing, since a
+// denormal result would take hundreds of cycles.
+inline __m512 raised(__m512 p, __m512 x) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(LEAST), _CMP_NLT_UQ), p, x);
+}
+inline __m512 above_integer(__m512 x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
 
-// 2^x = power * rest for LEAST <= x <= 127, within 5e-7; what is less counts as LEAST, and NaN makes rest NaN. With n/16 next to x, power is
-// 2^(n/16), from the table, and rest is 2^(x - n/16), from a square. A polynomial of x less an integer takes longer.
-struct Exp2 {
-  __m512 power, rest;
-
-  explicit Exp2(__m512 x) {
-    const __m512 round = _mm512_set1_ps(786432.0f);  // 1.5 * 2^19: adding it rounds to 1/16
-    x = _mm512_max_ps(_mm512_set1_ps(LEAST), x);
-    const __m512 shifted = _mm512_add_ps(x, round);
-    const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, round));
-    const __m512i n = _mm512_castps_si512(shifted);
-    const __m512i bits = _mm512_permutexvar_epi32(n, _mm512_load_si512(POWERS));
-    power = _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_slli_epi32(n, 19)));
-    const __m512 slope = _mm512_fmadd_ps(_mm512_set1_ps(0.24022643f), f, _mm512_set1_ps(0.69318772f));
-    rest = _mm512_fmadd_ps(slope, f, _mm512_set1_ps(1.0f));
-  }
-};
-
+// Within 2e-7 of itself.
 inline __m512 exp2_of(__m512 x) {
-  const Exp2 y(x);
-  return _mm512_mul_ps(y.power, y.rest);
+  const __m512 f = above_integer(x);
+  __m512 p = _mm512_set1_ps(1.87757659e-03f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.98934029e-03f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.58263179e-02f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40153617e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93153073e-01f));
+  return raised(_mm512_fmadd_ps(p, f, _mm512_set1_ps(9.99999925e-01f)), x);
+}
+
+// Within 3e-6 of itself, for weights: as much as a log-sum-exp around 10 is off in float32.
+inline __m512 weight_of(__m512 x) {
+  const __m512 f = above_integer(x);
+  __m512 p = _mm512_set1_ps(1.3534167e-2f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.2011464e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4144276e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9300383e-1f));
+  return raised(_mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0000026f)), x);
 }
 
 // tanh x within 5e-7.
@@ -111,43 +112,30 @@ struct Pending {
   Sight sight = HIDDEN;
 };
 
-// Takes them, some keys at a time.
 template <Sight SIGHT>
-struct Exponentials {
-  const Pending p;
-  const __m512 factor, left, right;
-
-  Exponentials(const Pending& pending, __m512 times)
-      : p(pending),
-        factor(times),
-        left(SIGHT == HIDDEN ? times : _mm512_load_ps(p.chunk->bias + p.column)),
-        right(SIGHT == HIDDEN ? times : _mm512_load_ps(p.chunk->bias + p.column + LANES)) {}
-
-  void take(int64_t start, int64_t stop) const {
-    if (SIGHT == HIDDEN) return;
-    for (int64_t i = start; i < stop; i++) {
-      const float* row = p.logits + i * PAIR;
-      Exp2 x(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
-      Exp2 y(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
-      if (SIGHT == MASKED) {  // power and rest of what is hidden may be no numbers
-        const __mmask16 one = visible(*p.chunk, p.column, p.block->where[i]);
-        const __mmask16 other = visible(*p.chunk, p.column + LANES, p.block->where[i]);
-        x.power = _mm512_maskz_mov_ps(one, x.power), x.rest = _mm512_maskz_mov_ps(one, x.rest);
-        y.power = _mm512_maskz_mov_ps(other, y.power), y.rest = _mm512_maskz_mov_ps(other, y.rest);
-      }
-      float* sum = p.sums + i * LANES;
-      const __m512 more = _mm512_fmadd_ps(x.power, x.rest, _mm512_load_ps(sum));
-      _mm512_store_ps(sum, _mm512_fmadd_ps(y.power, y.rest, more));
+inline void take(const Pending& p, __m512 factor) {
+  if (SIGHT == HIDDEN) return;
+  const float* row = p.logits;
+  float* sum = p.sums;
+  const __m512 left = _mm512_load_ps(p.chunk->bias + p.column);
+  const __m512 right = _mm512_load_ps(p.chunk->bias + p.column + LANES);
+#pragma GCC unroll 4
+  for (int i = 0; i < KEYS; i++, row += PAIR, sum += LANES) {
+    __m512 x = weight_of(_mm512_fmadd_ps(_mm512_load_ps(row), factor, left));
+    __m512 y = weight_of(_mm512_fmadd_ps(_mm512_load_ps(row + LANES), factor, right));
+    if (SIGHT == MASKED) {
+      x = _mm512_maskz_mov_ps(visible(*p.chunk, p.column, p.block->where[i]), x);
+      y = _mm512_maskz_mov_ps(visible(*p.chunk, p.column + LANES, p.block->where[i]), y);
     }
+    _mm512_store_ps(sum, _mm512_add_ps(_mm512_add_ps(_mm512_load_ps(sum), x), y));
   }
-};
+}
 
 struct Kernel {
   static constexpr int CHUNK = WIDE;
 
   const kvw_scoring& a;
   const int64_t steps;  // tiles of one vector; the last may begin before the one before it ends
-  const int64_t share;  // keys whose exponentials are taken after each of a step's four products
   uint32_t* queries;    // for each chunk, 16 columns and step a tile: (dimension pairs, columns)
   float* logits;        // 2 x (KEYS, PAIR), before anything is added
   const __m512 factor;  // on a product, to give log2(e) * logit
@@ -161,7 +149,6 @@ struct Kernel {
   Kernel(const kvw_scoring& args, Arena& arena, int64_t turns)
       : a(args),
         steps(parts(args.dim, STEP)),
-        share(parts(KEYS, 4 * steps)),
         queries(arena.take<uint32_t>(turns * CHUNK * steps * LANES)),
         logits(arena.take<float>(2 * KEYS * PAIR)),
         factor(_mm512_set1_ps(args.softcap > 0.0f ? 1.0f : args.scale * LOG2E)) {
@@ -206,13 +193,6 @@ struct Kernel {
   float* multiply(const Columns<CHUNK>& chunk, int turn, int pair, const char* rows, int64_t stride) {
     const uint32_t* left = queries + (turn * CHUNK + pair * PAIR) * steps * LANES;
     const uint32_t* right = left + steps * TILE;
-    const Exponentials<BEFORE> before(pending[next ^ 1], factor);
-    int64_t from = 0;
-    const auto take_some = [&]() __attribute__((always_inline)) {
-      const int64_t to = least(from + share, KEYS);
-      before.take(from, to);
-      from = to;
-    };
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -224,14 +204,11 @@ struct Kernel {
       _tile_loadd(6, left + step * TILE, 64);
       _tile_loadd(7, right + step * TILE, 64);
       _tile_dpbf16ps(0, 4, 6);
-      take_some();
       _tile_dpbf16ps(1, 4, 7);
-      take_some();
       _tile_dpbf16ps(2, 5, 6);
-      take_some();
       _tile_dpbf16ps(3, 5, 7);
-      take_some();
     }
+    take<BEFORE>(pending[next ^ 1], factor);
     float* to = logits + next * KEYS * PAIR;
     next ^= 1;
     _tile_stored(0, to, PAIR * 4);
@@ -281,8 +258,8 @@ struct Kernel {
 
   void finish_sums() {
     Pending& last = pending[next ^ 1];
-    if (last.sight == FULL) Exponentials<FULL>(last, factor).take(0, KEYS);
-    if (last.sight == MASKED) Exponentials<MASKED>(last, factor).take(0, KEYS);
+    if (last.sight == FULL) take<FULL>(last, factor);
+    if (last.sight == MASKED) take<MASKED>(last, factor);
     last.sight = HIDDEN;
   }
 
