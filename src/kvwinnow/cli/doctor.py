@@ -48,7 +48,8 @@ def _device() -> str:
         return f"unknown, since torch cannot be imported: {error}"
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} (cuda)"
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _backend() -> tuple[list[tuple[str, str]], bool]:

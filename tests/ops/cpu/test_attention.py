@@ -156,6 +156,30 @@ def test_a_long_tail_of_small_weights_is_not_lost(each_level: int, spec: str) ->
     check(attention.attend(q, None, case.slots, case.variant, weigh=True), oracle(case, False), case.bound)
 
 
+@pytest.mark.parametrize("spec", STORED)
+@pytest.mark.parametrize("hidden", [True, False], ids=["hidden", "of-no-weight"])
+def test_a_large_value_without_weight_costs_the_others_nothing(each_level: int, hidden: bool, spec: str) -> None:
+    """An evicted slot keeps what it held, until it is written again; and attention may pass by a visible one."""
+    count, dim, large = 200, 64, 50
+    keys = stored("fp32", (1, 2, count, dim), exact=0, keys=False, seed=1)
+    values = Vectors.allocate(
+        parse_codec(spec), (1, 2, count, dim), exact=0, centred=False, dtype=torch.float32, device=torch.device("cpu")
+    )
+    x = torch.randn(1, 2, count, dim, generator=torch.Generator().manual_seed(3))
+    x[:, :, large] *= 1e4
+    values.write_first(x)
+    positions = torch.arange(count, dtype=torch.int32).expand(1, 2, -1).clone()
+    q = torch.randn(1, 2, 4, dim, generator=torch.Generator().manual_seed(4))
+    if hidden:
+        positions[:, :, large] = -1
+    else:  # a logit of -40
+        q[..., 0] = 4
+        keys.parts[0][:, :, large] = 0
+        keys.parts[0][:, :, large, 0] = -80
+    case = Case(q, None, Slots(keys, values, positions), Variant(dim**-0.5), bound_of("fp32", spec))
+    check(attention.attend(q, None, case.slots, case.variant, weigh=True), oracle(case, False), case.bound)
+
+
 def test_every_number_that_fp8_knows_is_read_exactly(each_level: int) -> None:
     """Each slot by itself: as a value it has all of the weight, as a key it meets queries that pick one element."""
     dim, largest = 32, 0x7E  # that is 448, which every vector has, so that its scale is 1

@@ -23,11 +23,13 @@ inline __m512i to_bfloat16(__m512 x) {
   return _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
 }
 
-// The sum of two of them that is nearest, high and low.
+// The sum of two of them that is nearest, high and low. Of infinity, and of what rounds to it, all is high.
 inline void as_two(__m512 x, __m256i& high, __m256i& low) {
   const __m512i near = to_bfloat16(x);
+  const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(near, 16));
+  const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(wide), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
   high = _mm512_cvtepi32_epi16(near);
-  low = _mm512_cvtepi32_epi16(to_bfloat16(_mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(near, 16)))));
+  low = _mm512_cvtepi32_epi16(to_bfloat16(_mm512_maskz_sub_ps(finite, x, wide)));
 }
 
 struct WideKeys {

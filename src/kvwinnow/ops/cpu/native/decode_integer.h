@@ -350,8 +350,8 @@ inline void part(const __m512i* x, uint8_t* low, uint8_t* middle, uint8_t* high)
 }
 // Weights times scales in fixed point; weights of slots beyond the block's are 0.
 template <int KIND>
-static void weigh_values(const Rows& x, const Pieces& pieces, const float (*weights)[BLOCK], const float* most, int rows,
-                         int turn, IntegerValues& values) {
+static void weigh_values(const Rows& x, const Pieces& pieces, const float (*weights)[BLOCK], int rows, int turn,
+                         IntegerValues& values) {
   const int share = share_of(rows);
   for (int g = 0; g < pieces.groups; g++) {
     stay_awake();
@@ -360,25 +360,25 @@ static void weigh_values(const Rows& x, const Pieces& pieces, const float (*weig
       scale[i] = _mm512_loadu_ps(x.scales + g * BLOCK + 16 * i);
       if (KIND == INT4) zero[i] = _mm512_loadu_ps(x.zeros + g * BLOCK + 16 * i);
     }
-    // The largest of numbers may be none of them where one is NaN, as it is with values that were NaN; sums are not.
-    const __m512 all = _mm512_add_ps(_mm512_add_ps(scale[0], scale[1]), _mm512_add_ps(scale[2], scale[3]));
-    const float largest =
-        _mm512_cmp_ps_mask(all, all, _CMP_UNORD_Q)
-            ? NAN
-            : _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(scale[0], scale[1]), _mm512_max_ps(scale[2], scale[3])));
     for (int r = 0; r < rows; r++) {
-      // Each block has its own unit: a small weight of a long tail must not round to nothing.
-      const float top = largest * most[r] <= 1e-30f ? 1e-30f : largest * most[r];
-      values.unit[turn][g][r] = top * (Codes<KIND>::UNIT / FULL_WEIGHT);
-      const __m512 per = _mm512_set1_ps(FULL_WEIGHT / top);
-      uint8_t(*to)[PIECE] = values.weights[g][r / share] + r % share;
-      __m512 moved = KIND == INT4 ? _mm512_load_ps(values.moved[r][g]) : _mm512_setzero_ps();
-      __m512i fixed[4];
+      __m512 moved = KIND == INT4 ? _mm512_load_ps(values.moved[r][g]) : _mm512_setzero_ps(), product[4];
       for (int i = 0; i < 4; i++) {
         const __m512 p = _mm512_loadu_ps(weights[r] + 16 * i);
         if (KIND == INT4) moved = _mm512_fmadd_ps(p, zero[i], moved);
-        fixed[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(p, scale[i]), per));
+        product[i] = _mm512_mul_ps(p, scale[i]);
       }
+      // Each block and row has its own unit, by the largest product: a small weight of a long tail must not round to
+      // nothing, nor must any because a slot without weight, an evicted one perhaps, has a large scale. The largest of
+      // numbers may be none of them where one is NaN, as it is with values that were NaN; sums are not.
+      const __m512 all = _mm512_add_ps(_mm512_add_ps(product[0], product[1]), _mm512_add_ps(product[2], product[3]));
+      const __m512 most = _mm512_max_ps(_mm512_max_ps(product[0], product[1]), _mm512_max_ps(product[2], product[3]));
+      const float largest = _mm512_cmp_ps_mask(all, all, _CMP_UNORD_Q) ? NAN : _mm512_reduce_max_ps(most);
+      const float top = largest <= 1e-30f ? 1e-30f : largest;
+      values.unit[turn][g][r] = top * (Codes<KIND>::UNIT / FULL_WEIGHT);
+      const __m512 per = _mm512_set1_ps(FULL_WEIGHT / top);
+      uint8_t(*to)[PIECE] = values.weights[g][r / share] + r % share;
+      __m512i fixed[4];
+      for (int i = 0; i < 4; i++) fixed[i] = _mm512_cvtps_epi32(_mm512_mul_ps(product[i], per));
       part(fixed, to[2 * share], to[share], to[0]);
       if (KIND == INT4) _mm512_store_ps(values.moved[r][g], moved);
     }

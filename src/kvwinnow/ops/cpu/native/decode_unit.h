@@ -110,7 +110,6 @@ struct Workspace {
   alignas(64) float logits[BLOCKS][ROWS][BLOCK];  // and then the weights
   alignas(64) float mix[ROWS][MAX_DIM];
   alignas(64) float scales[2][BLOCK * MAX_GROUPS + LANES], zeros[2][BLOCK * MAX_GROUPS + LANES];  // even and odd blocks
-  float most[BLOCKS][ROWS];          // largest weights of a block
   const Segment* prepared;           // whose keys, and which rows of queries, q and the keys' part are for
   int64_t prepared_row;
   bool keys_fit, values_fit;
@@ -198,7 +197,7 @@ static const Steps& in_integers() {
       [](const Place& x, Workspace& w) { return w.value_pieces.prepare(KIND, x.dim, x.group); },
       [](const Place&, Workspace& w) { w.values.clear(w.value_pieces); },
       [](const Rows& x, int block, int rows, Workspace& w) {
-        weigh_values<KIND>(x, w.value_pieces, w.logits[block], w.most[block], rows, block % 2, w.values);
+        weigh_values<KIND>(x, w.value_pieces, w.logits[block], rows, block % 2, w.values);
       },
       [](const Rows& x, int n, Workspace& w) { interleave_values<KIND>(x, n, w.value_pieces, w.values); },
       [](const Rows& x, int, int, int rows, Workspace& w) { multiply_values(x, w.value_pieces, rows, w.values); },
@@ -353,15 +352,12 @@ static void soften(const Decode& call, int64_t row, int rows, const int32_t* pos
         continue;
       }
       const int n = count - i * BLOCK < BLOCK ? count - i * BLOCK : BLOCK;
-      F16 largest_weight = {};
       if (tiles) stay_awake();
       for (int t = 0; t < BLOCK; t += LANES) {
         const F16 weight = t < n ? exponential(load<F16>(x + t) - top) : F16{};
         total += weight;
-        largest_weight = larger(largest_weight, weight);
         store(x + t, weight);
       }
-      w.most[i][r] = largest(largest_weight);
     }
     store(partial.total[r], total);
   }
