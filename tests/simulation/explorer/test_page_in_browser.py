@@ -438,11 +438,12 @@ def test_the_chart_waits_for_the_page_and_until_it_is_in_sight(browser: View, ma
     height = browser.one("#memory").rect["height"]
     browser.chart()
     assert browser.one("#memory").rect["height"] == height
-    times = [
+    painted, drawn, chart = (
         browser.js("return performance.getEntriesByName(arguments[0])[0].startTime", name)
         for name in ("first-contentful-paint", "drawn", "chart")
-    ]
-    assert times == sorted(times)
+    )
+    # A frame's time is that at which it was shown, on a busy machine after the script that waited for it went on.
+    assert max(painted, drawn) < chart
     assert browser.errors() == []
 
 
