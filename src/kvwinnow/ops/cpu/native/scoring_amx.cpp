@@ -112,6 +112,7 @@ struct Pending {
   Sight sight = HIDDEN;
 };
 
+// Takes them, and adds them to the sums of their keys.
 template <Sight SIGHT>
 inline void take(const Pending& p, __m512 factor) {
   if (SIGHT == HIDDEN) return;
