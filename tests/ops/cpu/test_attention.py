@@ -20,7 +20,7 @@ from kvwinnow.ops.cpu import attention, level
 
 STORED = ["fp32", "bf16", "fp16", "int8", "int8:group=32", "int4", "int4:group=32"]
 STORED += ["fp8", "fp8:group=32", "fp4", "fp4:style=mx"]
-BOUNDS = {**dict.fromkeys(("fp32", "fp16", "int8", "int4", "fp4"), 1e-5), "bf16": 3e-5, "fp8": 3e-5}
+BOUNDS = {**dict.fromkeys(("fp32", "fp16", "fp8", "int8", "int4", "fp4"), 1e-5), "bf16": 3e-5}
 """Largest error relative to the largest output; where AMX takes bfloat16, queries and weights have 17 bits."""
 
 
