@@ -177,6 +177,17 @@ void collect_wide_values(const Rows& x, int rows, WideValues& values) {
       }
 }
 
+// The vectors of a block of another kind, as bfloat16.
+struct Widened {
+  alignas(64) uint16_t element[BLOCK * MAX_DIM];
+};
+
+inline Rows as_wide(const Rows& x, const Widened& from) {
+  Rows wide = x;
+  wide.kind = BFLOAT16, wide.codes = (const uint8_t*)from.element, wide.stride = 2 * x.dim;
+  return wide;
+}
+
 }  // namespace
 }  // namespace KVW_NS
 

@@ -11,10 +11,7 @@ namespace {
 
 using namespace kvw;
 
-// The vectors of a block. The two halves of a byte, elements half a vector apart, lie side by side.
-struct Widened {
-  alignas(64) uint16_t element[BLOCK * MAX_DIM];
-};
+// The two halves of a byte, elements half a vector apart, lie side by side once they are widened.
 // Which element lies at place i.
 inline int halves_at(int i, int dim) { return i / 2 + i % 2 * (dim / 2); }
 
@@ -42,12 +39,6 @@ static void widen(const Rows& x, int n, Widened& to) {
       _mm512_storeu_si512(out, _mm512_ternarylogic_epi32(lower, _mm512_castps_si512(high), upper, 0xf8));
     }
   }
-}
-
-inline Rows as_wide(const Rows& x, const Widened& from) {
-  Rows wide = x;
-  wide.kind = BFLOAT16, wide.codes = (const uint8_t*)from.element, wide.stride = 2 * x.dim;
-  return wide;
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // to its logits, and to its weights before they are rounded. What follows is decode_bfloat16.h.
 #pragma once
 
-#include "decode_fp4.h"
+#include "decode_bfloat16.h"
 
 #if KVW_LEVEL >= 3
 

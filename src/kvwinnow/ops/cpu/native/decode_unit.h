@@ -5,6 +5,7 @@
 
 #include "decode_bfloat16.h"
 #include "decode_float.h"
+#include "decode_fp4.h"
 #include "decode_fp8.h"
 #include "decode_integer.h"
 
@@ -234,8 +235,22 @@ static constexpr Steps IN_BFLOAT16 = {
     [](const Place& x, int rows, Workspace& w) { w.wide_values.write(w.mix[0], MAX_DIM, rows, x.dim); },
 };
 // That of bfloat16, of vectors that are widened to it first.
-static constexpr Steps in_widened_fp4() {
+template <void (*WIDEN)(const Rows&, int, Widened&)>
+static constexpr Steps in_widened() {
   Steps steps = IN_BFLOAT16;
+  steps.expand_keys = [](const Rows& x, int n, Workspace& w) { WIDEN(x, n, w.widened); };
+  steps.multiply_keys = [](const Rows& x, int n, int, int, Workspace& w) {
+    multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys);
+  };
+  steps.interleave_values = [](const Rows& x, int n, Workspace& w) {
+    WIDEN(x, n, w.widened);
+    interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
+  };
+  return steps;
+}
+
+static constexpr Steps in_widened_fp4() {
+  Steps steps = in_widened<widen>();
   steps.decode = [](const Place& x, int64_t start, int n, float* scale, float*) { x.decode_in_place(start, n, scale); };
   steps.prepare_keys = [](const Place& x, int rows, Workspace& w) {
     if (x.dim % WIDE) return false;
@@ -244,14 +259,6 @@ static constexpr Steps in_widened_fp4() {
       for (int d = 0; d < x.dim; d++) q[r][d] = w.q[r][halves_at(d, x.dim)];
     w.wide_keys.prepare(q[0], MAX_DIM, rows, x.dim);
     return true;
-  };
-  steps.expand_keys = [](const Rows& x, int n, Workspace& w) { widen(x, n, w.widened); };
-  steps.multiply_keys = [](const Rows& x, int n, int, int, Workspace& w) {
-    multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys);
-  };
-  steps.interleave_values = [](const Rows& x, int n, Workspace& w) {
-    widen(x, n, w.widened);
-    interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
   };
   steps.write_values = [](const Place& x, int rows, Workspace& w) {
     alignas(64) float mix[ROWS][MAX_DIM];
@@ -264,12 +271,8 @@ static constexpr Steps in_widened_fp4() {
 static constexpr Steps IN_WIDENED_FP4 = in_widened_fp4();
 
 static constexpr Steps in_widened_fp8() {
-  Steps steps = IN_BFLOAT16;
+  Steps steps = in_widened<widen_e4m3>();
   steps.decode = [](const Place& x, int64_t start, int n, float* scale, float* zero) { x.decode(start, n, scale, zero); };
-  steps.expand_keys = [](const Rows& x, int n, Workspace& w) { widen_e4m3(x, n, w.widened); };
-  steps.multiply_keys = [](const Rows& x, int n, int, int, Workspace& w) {
-    multiply_wide_keys(as_wide(x, w.widened), n, w.wide_keys);
-  };
   steps.collect_keys = [](const Rows& x, int n, int block, int rows, Workspace& w) {
     collect_wide_keys(x, n, w.wide_keys, rows, w.logits[block]);
     for (int r = 0; r < rows; r++)
@@ -280,10 +283,6 @@ static constexpr Steps in_widened_fp8() {
   };
   steps.weigh_values = [](const Rows& x, int block, int rows, Workspace& w) {
     weigh_e4m3(x, rows, w.logits[block], w.wide_values);
-  };
-  steps.interleave_values = [](const Rows& x, int n, Workspace& w) {
-    widen_e4m3(x, n, w.widened);
-    interleave_wide_values(as_wide(x, w.widened), n, w.wide_values);
   };
   return steps;
 }

@@ -32,33 +32,21 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// 2^x, of which ``p`` is 2^(x less the integer below it); NaN stays NaN. What is less than 2^LEAST is nothing, since a
-// denormal result would take hundreds of cycles.
-inline __m512 raised(__m512 p, __m512 x) {
+// Polynomials that are 2^f for 0 <= f < 1, from the highest power on: within 2e-7, and for weights within 3e-6, which is as much
+// as a log-sum-exp around 10 is off in float32.
+constexpr float CLOSE[] = {1.87757659e-03f, 8.98934029e-03f, 5.58263179e-02f, 2.40153617e-01f, 6.93153073e-01f, 9.99999925e-01f};
+constexpr float SHORT[] = {1.3534167e-2f, 5.2011464e-2f, 2.4144276e-1f, 6.9300383e-1f, 1.0000026f};
+
+// 2^x; NaN stays NaN. What is less than 2^LEAST is nothing, since a denormal result would take hundreds of cycles.
+template <int COUNT>
+inline __m512 exp2_by(const float (&factors)[COUNT], __m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);  // x less the integer below it
+  __m512 p = _mm512_set1_ps(factors[0]);
+  for (int i = 1; i < COUNT; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(factors[i]));
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(LEAST), _CMP_NLT_UQ), p, x);
 }
-inline __m512 above_integer(__m512 x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); }
-
-// Within 2e-7 of itself.
-inline __m512 exp2_of(__m512 x) {
-  const __m512 f = above_integer(x);
-  __m512 p = _mm512_set1_ps(1.87757659e-03f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.98934029e-03f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.58263179e-02f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40153617e-01f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93153073e-01f));
-  return raised(_mm512_fmadd_ps(p, f, _mm512_set1_ps(9.99999925e-01f)), x);
-}
-
-// Within 3e-6 of itself, for weights: as much as a log-sum-exp around 10 is off in float32.
-inline __m512 weight_of(__m512 x) {
-  const __m512 f = above_integer(x);
-  __m512 p = _mm512_set1_ps(1.3534167e-2f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.2011464e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4144276e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9300383e-1f));
-  return raised(_mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0000026f)), x);
-}
+inline __m512 exp2_of(__m512 x) { return exp2_by(CLOSE, x); }
+inline __m512 weight_of(__m512 x) { return exp2_by(SHORT, x); }
 
 // tanh x within 5e-7.
 inline __m512 tanh_of(__m512 x) {
