@@ -52,7 +52,7 @@ def run(task: Task) -> Answer:
         raise ValueError(f"setting {task.setting!r} is none of {', '.join(SETTINGS)}, each with {COMPILED} or without")
     model = loaded(task)
     policy, dtype = SETTINGS[name]
-    graphs = kvwinnow.compile_decode(model, tune=True) if compiled else None
+    graphs = kvwinnow.compile_decode(model) if compiled else None
     kind = Kind(
         lambda: CompressedCache(model, policy, dtype=dtype),
         CompressedCache.nbytes,

@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvwinnow.errors import CacheStateError, KvwinnowError, UnsupportedModelError, UnsupportedSetupError
-from kvwinnow.integrations.transformers import attachment, graph, mrope
+from kvwinnow.integrations.transformers import attachment, graph, linears, mrope
 from kvwinnow.integrations.transformers.attachment import CACHE_ARGUMENTS
 from kvwinnow.integrations.transformers.cache import CompressedCache
 from kvwinnow.integrations.transformers.compilable import causes, checked, refuse_failed, refuse_model
 from kvwinnow.integrations.transformers.structure import Structure, inspect_model, text_decoder
 from kvwinnow.integrations.transformers.unwrap import unwrap
 from kvwinnow.ops import Variant
+from kvwinnow.ops.operators import register
 
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -391,11 +392,11 @@ def _of_the_model(guards: Any) -> list[bool]:
 def _inductor(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
+    linears.take_over(traced)
     compiled: Any = compile_fx(traced, inputs)
     return compiled  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("kvwinnow::attend_layer", mutates_args=())
 def attend_layer(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float | None
 ) -> Tensor:
@@ -419,9 +420,13 @@ def attend_layer(
     return attachment.attend_now(layer, q, k, v, lambda sliding: Variant(scale, softcap, sliding, sinks))
 
 
-@attend_layer.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float | None) -> Tensor:
+def _like_values(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float | None
+) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+register(attend_layer, _like_values, key="CompositeExplicitAutograd")
 
 
 # -- inputs ----------------------------------------------------------------------------------------

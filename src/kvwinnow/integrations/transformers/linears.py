@@ -1,0 +1,75 @@
+"""Linear layers of a traced decode step, whose weights are nearly all that a step reads: those that kernels serve.
+
+Layers that take the same input, as queries, keys and values do, become one operator of the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from kvwinnow.ops.cpu import level
+from kvwinnow.ops.cpu.linear import serves
+
+_VALUE = "example_value"
+"""Where Dynamo notes what a node gives."""
+_HELD = ("get_attr", "placeholder")
+"""Nodes of weights that lie in memory, which kernels read as they lie; others are computed."""
+
+
+def take_over(traced: fx.GraphModule) -> int:
+    """Give linear layers of a few rows to native kernels, in place; how many there were."""
+    if level.current() is None:
+        return 0
+    layers: dict[fx.Node, list[fx.Node]] = {}
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and node.target is functional.linear:
+            x, weight, bias = _arguments(node)
+            if _served(x, weight, bias):
+                layers.setdefault(x, []).append(node)
+    for nodes in layers.values():
+        _replace(traced.graph, nodes)
+    if layers:
+        traced.graph.eliminate_dead_code()
+        traced.recompile()
+    return sum(map(len, layers.values()))
+
+
+def _arguments(node: fx.Node) -> tuple[Any, Any, Any]:
+    """What a linear layer takes: input, weight and bias or None."""
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    return given["input"], given["weight"], given.get("bias")
+
+
+def _served(x: Any, weight: Any, bias: Any) -> bool:
+    known = [x, weight] if bias is None else [x, weight, bias]
+    if any(not isinstance(node, fx.Node) or type(node.meta.get(_VALUE)) is not FakeTensor for node in known):
+        return False
+    return all(node.op in _HELD for node in known[1:]) and serves(*(node.meta[_VALUE] for node in known))
+
+
+def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """One operator in the place of the first of them, where the weights of the others are got too."""
+    x, *_ = _arguments(nodes[0])  # now: it may have been a layer that is replaced already
+
+    def got(node: Any) -> Any:
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return node
+        again = graph.get_attr(str(node.target))
+        again.meta.update(node.meta)
+        return again
+
+    with graph.inserting_before(nodes[0]):
+        weights, biases = ([got(_arguments(node)[place]) for node in nodes] for place in (1, 2))
+        made = graph.call_function(torch.ops.kvwinnow.linear.default, (x, weights, biases))
+        for place, node in enumerate(nodes):
+            part = graph.call_function(operator.getitem, (made, place))
+            part.meta.update(node.meta)
+            node.replace_all_uses_with(part)
+    for node in nodes:
+        graph.erase_node(node)

@@ -1,0 +1,115 @@
+"""Which linear layers of a traced graph kernels take over, and that they compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from kvwinnow.integrations.transformers.linears import take_over
+from kvwinnow.ops.cpu import level, library
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    found = library.load()
+    if isinstance(found, library.Absent):
+        pytest.skip(found.reason)
+
+
+def traced(module: nn.Module, x: Tensor, *, constants: bool) -> tuple[fx.GraphModule, list[Any]]:
+    """As Dynamo traces it, with its weights as constants or as inputs; and the inputs."""
+    made: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def backend(graph: fx.GraphModule, given: list[Any]) -> Any:
+        made.append((graph, given))
+        return graph
+
+    torch.compiler.reset()
+    with torch.no_grad(), torch._inductor.config.patch(freezing=constants):
+        torch.compile(module, backend=backend, fullgraph=True)(x)
+    return made[0]
+
+
+def operators(graph: fx.GraphModule) -> list[int]:
+    """How many layers each operator of ours computes."""
+    own = torch.ops.kvwinnow.linear.default
+    return [len(node.args[1]) for node in graph.graph.nodes if node.target is own]
+
+
+class Block(nn.Module):
+    """Attention's projections and an MLP, as decoders have them."""
+
+    def __init__(self, dtype: torch.dtype, *, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, n, bias=bias, dtype=dtype) for n in (64, 16, 16))
+        self.o = nn.Linear(96, 64, bias=bias, dtype=dtype)
+        self.odd = nn.Linear(64, 40, bias=bias, dtype=dtype)
+        self.last = nn.Linear(40, 8, dtype=dtype)  # 40 is no multiple of 32
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.cat((self.q(x), self.k(x), self.v(x)), -1)
+        x = x + self.o(mixed)
+        return self.last(functional.silu(self.odd(x)))
+
+
+@pytest.mark.parametrize("constants", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_one_input_become_one_operator(dtype: torch.dtype, bias: bool, constants: bool) -> None:
+    torch.manual_seed(0)
+    block, x = Block(dtype, bias=bias), torch.randn(1, 1, 64, dtype=dtype)
+    graph, given = traced(block, x, constants=constants)
+    assert take_over(graph) == 5
+    assert operators(graph) == [3, 1, 1]
+    near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*given)[0], block(x), **near)
+
+
+def test_what_is_computed_first_is_no_weight() -> None:
+    """Merged adapters and weights that a graph dequantises."""
+
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.more = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.base.weight + self.more.weight)
+
+    graph, _ = traced(Merged(), torch.randn(1, 64), constants=True)
+    assert take_over(graph) == 0
+    assert operators(graph) == []
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(4, 5), (5, 0)])
+def test_many_rows_are_left_to_torch(rows: int, taken: int) -> None:
+    graph, _ = traced(Block(torch.float32, bias=False), torch.randn(rows, 1, 64), constants=True)
+    assert take_over(graph) == taken
+
+
+def test_nothing_is_taken_over_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = traced(Block(torch.float32, bias=False), torch.randn(1, 1, 64), constants=True)
+    monkeypatch.setenv(level.VARIABLE, level.OFF)
+    assert take_over(graph) == 0
+
+
+def test_one_weight_may_serve_many_layers() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(self.one(x)) + self.one(x)
+
+    torch.manual_seed(0)
+    shared, x = Shared(), torch.randn(2, 64)
+    graph, given = traced(shared, x, constants=True)
+    assert take_over(graph) == 3
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*given)[0], shared(x), rtol=1e-5, atol=1e-6)
