@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
         ("compaction.py", ["--threads", "4096"], "--threads 4096: there are"),
         ("decode_attention.py", ["--tokens", "16", "--formats", "int9"], "int9"),
         ("prefill_scoring.py", ["--tokens", "16", "--level", "sse"], "'sse' is no level"),
+        ("linear.py", ["--rows", "5"], "--rows 5: kernels take 4 at most"),
         ("peers/run.py", ["--rounds", "0"], "'0' is no whole number"),
     ],
 )

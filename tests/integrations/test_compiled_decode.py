@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel
 
 from kvwinnow import CompiledDecode, CompressedCache, KvwinnowError, compile_decode
+from kvwinnow.ops.cpu import level
 from tests.models import shown, tiny_model, tiny_tokens
 from tests.running import CACHE, FULL_WIDTH, IN_BLOCKS, logits, text
 
@@ -446,6 +447,22 @@ def test_copies_of_a_compiled_model_are_uncompiled(traced: Any) -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert text(twin, ids, cache=CompressedCache(twin, "h2o:budget=24")) == expected
     assert handle.steps == before
+
+
+def test_kernels_read_the_weights_of_every_linear_layer() -> None:
+    """Those of queries, keys and values at once, and so those of gate and up; the head's in a graph of its own."""
+    if level.current() is None:
+        pytest.skip("there are no native kernels")
+    model, taken = tiny_model(), []
+
+    def backend(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        own = torch.ops.kvwinnow.linear.default
+        taken.append([len(node.args[1]) for node in traced.graph.nodes if node.target is own])
+        assert not any(node.target is torch.nn.functional.linear for node in traced.graph.nodes)
+        return traced
+
+    CompiledDecode(model, backend=backend).close()
+    assert taken == [[3, 1, 2, 1] * model.config.num_hidden_layers, [1]]
 
 
 @pytest.mark.parametrize("freeze", [True, False])

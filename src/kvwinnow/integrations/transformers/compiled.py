@@ -66,10 +66,12 @@ def compile_decode(
     Args:
         model: a loaded model in eval mode that ``CompressedCache`` serves, or a PeftModel around one.
         batch_sizes: numbers of rows to compile for, at most 8. Beams and returned sequences are rows.
-        freeze: copy the weights into the graphs, on CPUs in the layout that oneDNN reads fastest. The copies take the
-            memory of the model's matrices once more, for each batch size. False: the graphs use the model's own ones.
-        tune: let inductor write kernels of its own for matrix products, time them beside the library's and keep the
-            faster. On CPUs with AMX a step takes about half as long, and compiling some three times.
+        freeze: hold weights as constants. Those that kernels read as they lie (on CPUs, linear layers of up to 4 rows)
+            are used in place; of others the graphs have copies, in the layout that oneDNN reads fastest, which take their
+            memory once more for each batch size. False: the graphs use the model's own ones.
+        tune: let inductor write kernels of its own for the matrix products that are not kvwinnow's (without native
+            kernels, or from 5 rows on), time them beside the library's and keep the faster. It compiles some three
+            times as long. On CPUs with AMX a step without native kernels takes about half as long then.
 
     Returns:
         A handle whose ``close()`` (or ``with`` block) undoes it. It need not be kept: a model stays compiled.
@@ -178,6 +180,7 @@ class CompiledDecode:
         """What torch.compile asks for a graph: it is given one in ``_warm_up`` and never again."""
         if self._making != threading.get_ident():
             raise _ChangedError
+        linears.take_over(traced)
         return self._backend(traced, inputs)
 
     def _warm_up(self, model: PreTrainedModel, argument: str) -> None:
@@ -392,7 +395,6 @@ def _of_the_model(guards: Any) -> list[bool]:
 def _inductor(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    linears.take_over(traced)
     compiled: Any = compile_fx(traced, inputs)
     return compiled  # type: ignore[no-any-return]
 

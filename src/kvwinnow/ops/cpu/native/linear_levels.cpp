@@ -15,6 +15,7 @@ constexpr int TOGETHER = ALL / STREAMS;  // vectors that a row is multiplied wit
 constexpr int STEP = 2 * LANES;          // elements
 constexpr int64_t AHEAD = 1024;          // bytes
 constexpr int64_t ALONE = 1 << 16;       // bytes that are not worth a second thread
+constexpr int64_t PORTION = 1 << 20;     // bytes of one piece of work, if there are more than enough for all threads
 
 // Elements of a step come as two vectors: of bfloat16, two of which lie in a word, even ones and odd ones; else the first
 // half and the second.
@@ -96,8 +97,10 @@ int32_t run(const Linear& call, const Matrix* matrices, float* x) {
   }
   int64_t bytes = 0;
   for (int i = 0; i < call.matrices; i++) bytes += matrices[i].count * call.width * SIZE;
-  const int64_t parts = bytes < ALONE ? 1 : call.threads;
-#pragma omp parallel for num_threads(parts) schedule(static)
+  const int64_t threads = bytes < ALONE ? 1 : call.threads;
+  // The same number for all, so that they end together; more, so that one that is held up leaves some to the others.
+  const int64_t portions = bytes / (threads * PORTION), parts = threads * (portions > 1 ? portions : 1);
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t part = 0; part < parts; part++)
     for (int i = 0; i < call.matrices; i++) share<KIND>(call, matrices[i], x, part, parts);
   return KVW_SERVED;
