@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,3 +114,75 @@ def test_one_weight_may_serve_many_layers() -> None:
     assert take_over(graph) == 3
     with torch.no_grad():
         torch.testing.assert_close(graph(*given)[0], shared(x), rtol=1e-5, atol=1e-6)
+
+
+def _by_method(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def _by_operator(x: Tensor) -> None:
+    x *= 2
+
+
+def _by_item(x: Tensor) -> None:
+    x[..., :32] = 3
+
+
+def _by_view(x: Tensor) -> None:
+    x.view(-1).add_(1)
+
+
+def _by_function(x: Tensor) -> None:
+    functional.relu(x, inplace=True)
+
+
+def _by_place(x: Tensor) -> None:
+    torch.add(x, 1, out=x)
+
+
+def _by_operator_of_torch(x: Tensor) -> None:
+    torch.ops.aten.mul_.Tensor(x, 2)
+
+
+@pytest.mark.parametrize(
+    "change", [_by_method, _by_operator, _by_item, _by_view, _by_function, _by_place, _by_operator_of_torch]
+)
+def test_layers_before_and_after_a_change_of_their_input_stay_apart(change: Callable[[Tensor], None]) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = (nn.Linear(64, 32) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 0
+            early = self.before(x)
+            change(x)
+            return early + self.after(x)
+
+    torch.manual_seed(0)
+    module, x = Changing(), torch.randn(1, 64)
+    graph, given = traced(module, x, constants=True)
+    assert take_over(graph) == 2
+    assert operators(graph) == [1, 1]
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*given)[0], module(x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_written_to_a_layers_result_is_seen_in_no_other() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Linear(64, 32) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            one, two = self.one(x), self.two(x)
+            one.view(-1)[:4].add_(5)
+            return one, two
+
+    torch.manual_seed(0)
+    module, x = Written(), torch.randn(1, 64)
+    graph, given = traced(module, x, constants=True)
+    assert take_over(graph) == 2
+    with torch.no_grad():
+        for out, expected in zip(graph(*given), module(x), strict=True):
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

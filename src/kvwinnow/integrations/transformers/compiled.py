@@ -67,8 +67,8 @@ def compile_decode(
         model: a loaded model in eval mode that ``CompressedCache`` serves, or a PeftModel around one.
         batch_sizes: numbers of rows to compile for, at most 8. Beams and returned sequences are rows.
         freeze: hold weights as constants. Those that kernels read as they lie (on CPUs, linear layers of up to 4 rows)
-            are used in place; of others the graphs have copies, in the layout that oneDNN reads fastest, which take their
-            memory once more for each batch size. False: the graphs use the model's own ones.
+            are used in place; of others graphs have copies, in the layout that oneDNN reads fastest, which take their
+            memory once more for each batch size. False: graphs use the model's own ones.
         tune: let inductor write kernels of its own for the matrix products that are not kvwinnow's (without native
             kernels, or from 5 rows on), time them beside the library's and keep the faster. It compiles some three
             times as long. On CPUs with AMX a step without native kernels takes about half as long then.

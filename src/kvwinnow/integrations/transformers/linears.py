@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
@@ -18,6 +19,11 @@ from kvwinnow.ops.cpu.linear import serves
 
 _VALUE = "example_value"
 """Where Dynamo notes what a node gives."""
+_WRITING = {
+    "setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",
+    "irshift", "isub", "itruediv", "ixor",
+}  # fmt: skip
+"""Python's operators that may write to their first operand."""
 _HELD = ("get_attr", "placeholder")
 """Nodes of weights that lie in memory, which kernels read as they lie; others are computed."""
 
@@ -26,18 +32,32 @@ def take_over(traced: fx.GraphModule) -> int:
     """Give linear layers of a few rows to native kernels, in place; how many there were."""
     if level.current() is None:
         return 0
-    layers: dict[fx.Node, list[fx.Node]] = {}
+    layers: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+    changes = 0  # what a layer takes may be another after each
     for node in traced.graph.nodes:
         if node.op == "call_function" and node.target is functional.linear:
             x, weight, bias = _arguments(node)
             if _served(x, weight, bias):
-                layers.setdefault(x, []).append(node)
+                layers.setdefault((x, changes), []).append(node)
+        elif _may_write(node):
+            changes += 1
     for nodes in layers.values():
         _replace(traced.graph, nodes)
     if layers:
-        traced.graph.eliminate_dead_code()
         traced.recompile()
     return sum(map(len, layers.values()))
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a node may write to a tensor that is there; a yes that is none costs an operator."""
+    if not node.op.startswith("call_") or isinstance(node.target, OpOverload):
+        return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
+        return True
+    return "out" in node.kwargs or any(value is True for value in (*node.args, node.kwargs.get("inplace")))
 
 
 def _arguments(node: fx.Node) -> tuple[Any, Any, Any]:
@@ -72,4 +92,8 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             part.meta.update(node.meta)
             node.replace_all_uses_with(part)
     for node in nodes:
+        held = [one for one in _arguments(node)[1:] if one is not None]
         graph.erase_node(node)
+        for one in held:
+            if one.op == "get_attr" and not one.users:
+                graph.erase_node(one)
