@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from kvwinnow.ops.cpu import level, linear
@@ -120,6 +121,14 @@ def test_shapes_and_dtypes_that_do_not_agree_are_torchs_to_refuse(weight: Tensor
     assert not serves(x, weight, bias)
     with pytest.raises(RuntimeError):
         linear.linear(x, [weight], [bias])
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "meta"])
+def test_other_devices_are_left_alone(device: str) -> None:
+    """Graphs are traced with tensors that only say where they would be."""
+    with FakeTensorMode():
+        assert serves(torch.empty(1, 64), torch.empty(8, 64))
+        assert not serves(torch.empty(1, 64, device=device), torch.empty(8, 64, device=device))
 
 
 def test_torch_serves_where_kernels_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
