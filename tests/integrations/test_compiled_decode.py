@@ -292,7 +292,8 @@ def test_gradients_and_autocast_are_refused_and_leave_the_cache_usable(traced: A
         model(ids[:, :1], **{CACHE: cache})
     with pytest.raises(KvwinnowError, match="without autocast"), torch.autocast("cpu", torch.bfloat16):
         logits(model, ids[:, :1], cache)
-    assert torch.equal(logits(model, ids[:, :1], cache), logits(plain, ids[:, :1], other))
+    step, expected = logits(model, ids[:, :1], cache), logits(plain, ids[:, :1], other)
+    torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-5)  # kernels add in another order than torch
 
 
 def change_in_place(model: Any) -> None:
