@@ -144,9 +144,25 @@ def _by_operator_of_torch(x: Tensor) -> None:
     torch.ops.aten.mul_.Tensor(x, 2)
 
 
-@pytest.mark.parametrize(
-    "change", [_by_method, _by_operator, _by_item, _by_view, _by_function, _by_place, _by_operator_of_torch]
-)
+def _by_hidden_method(x: Tensor) -> None:
+    x.__imul__(2)
+
+
+def _by_packet(x: Tensor) -> None:
+    torch.ops.aten.mul_(x, 2)
+
+
+def _by_statistics(x: Tensor) -> None:
+    functional.batch_norm(torch.ones(2, 64), x[0], torch.ones(64), training=True)
+
+
+CHANGES = [
+    _by_hidden_method, _by_packet, _by_statistics, _by_method, _by_operator, _by_item, _by_view, _by_function,
+    _by_place, _by_operator_of_torch,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_layers_before_and_after_a_change_of_their_input_stay_apart(change: Callable[[Tensor], None]) -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
@@ -186,3 +202,26 @@ def test_what_is_written_to_a_layers_result_is_seen_in_no_other() -> None:
     with torch.no_grad():
         for out, expected in zip(graph(*given), module(x), strict=True):
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_autocast_makes_of_a_layer_is_left_to_it() -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Linear(64, 32) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                one = self.one(x)
+            return one, self.two(x)
+
+    torch.manual_seed(0)
+    module, x = Cast(), torch.randn(1, 64)
+    graph, given = traced(module, x, constants=True)
+    assert take_over(graph) == 1
+    with torch.no_grad():
+        one, two = graph(*given)
+        expected = module(x)
+    assert one.dtype is torch.bfloat16
+    assert torch.equal(one, expected[0])
+    torch.testing.assert_close(two, expected[1], rtol=1e-5, atol=1e-6)

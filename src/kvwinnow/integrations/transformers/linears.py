@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
@@ -19,11 +19,12 @@ from kvwinnow.ops.cpu.linear import serves
 
 _VALUE = "example_value"
 """Where Dynamo notes what a node gives."""
-_WRITING = {
-    "setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",
-    "irshift", "isub", "itruediv", "ixor",
+_READING = {
+    "_log_api_usage_once", "add", "cat", "chunk", "contiguous", "expand", "flatten", "float", "gelu", "getattr",
+    "getitem", "linear", "mean", "mul", "neg", "permute", "pow", "relu", "reshape", "rsqrt", "sigmoid", "silu", "size",
+    "split", "squeeze", "sub", "tanh", "to", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-"""Python's operators that may write to their first operand."""
+"""Functions and methods of torch that only read, unless they are asked to do otherwise."""
 _HELD = ("get_attr", "placeholder")
 """Nodes of weights that lie in memory, which kernels read as they lie; others are computed."""
 
@@ -37,7 +38,7 @@ def take_over(traced: fx.GraphModule) -> int:
     for node in traced.graph.nodes:
         if node.op == "call_function" and node.target is functional.linear:
             x, weight, bias = _arguments(node)
-            if _served(x, weight, bias):
+            if _served(node, x, weight, bias):
                 layers.setdefault((x, changes), []).append(node)
         elif _may_write(node):
             changes += 1
@@ -49,13 +50,13 @@ def take_over(traced: fx.GraphModule) -> int:
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a node may write to a tensor that is there; a yes that is none costs an operator."""
-    if not node.op.startswith("call_") or isinstance(node.target, OpOverload):
-        return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
-    if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+    """Whether a node may write to a tensor: all not known to read may. A yes that is none costs an operator."""
+    if not node.op.startswith("call_"):
+        return False
+    if node.op == "call_module" or isinstance(node.target, (HigherOrderOperator, OpOverload, OpOverloadPacket)):
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
+    if name not in _READING:
         return True
     return "out" in node.kwargs or any(value is True for value in (*node.args, node.kwargs.get("inplace")))
 
@@ -66,11 +67,13 @@ def _arguments(node: fx.Node) -> tuple[Any, Any, Any]:
     return given["input"], given["weight"], given.get("bias")
 
 
-def _served(x: Any, weight: Any, bias: Any) -> bool:
-    known = [x, weight] if bias is None else [x, weight, bias]
-    if any(not isinstance(node, fx.Node) or type(node.meta.get(_VALUE)) is not FakeTensor for node in known):
+def _served(node: fx.Node, x: Any, weight: Any, bias: Any) -> bool:
+    known = [node, x, weight] if bias is None else [node, x, weight, bias]
+    if any(not isinstance(one, fx.Node) or type(one.meta.get(_VALUE)) is not FakeTensor for one in known):
         return False
-    return all(node.op in _HELD for node in known[1:]) and serves(*(node.meta[_VALUE] for node in known))
+    made, *given = (one.meta[_VALUE] for one in known)
+    # Under autocast a layer gives another dtype than it takes.
+    return all(one.op in _HELD for one in known[2:]) and made.dtype is given[0].dtype and serves(*given)
 
 
 def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
