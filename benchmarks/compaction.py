@@ -112,10 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=machine.whole, default=131072, help="tokens of each KV head before (131072)")
     parser.add_argument("--keep", type=machine.whole, default=16384, help="tokens of each KV head that stay (16384)")
-    parser.add_argument(
-        "--threads", type=machine.whole, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)"
-    )
-    parser.add_argument("--rounds", type=machine.whole, default=11, help="rounds of which the median is taken (11)")
+    machine.add_turn_options(parser, rounds=11)
     parser.add_argument("--buffers", type=machine.whole, default=2, help="buffers gone through in turn (2)")
     machine.add_json_option(parser)
     options = parser.parse_args()

@@ -124,11 +124,8 @@ def main() -> None:
         "--tokens", type=machine.whole, nargs="+", default=[4096, 32768], help="slots of a KV head (4096 32768)"
     )
     parser.add_argument("--dims", type=machine.whole, nargs="+", default=[128, 64], help="head dimensions (128 64)")
-    parser.add_argument(
-        "--threads", type=machine.whole, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)"
-    )
+    machine.add_turn_options(parser, rounds=9)
     parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "int4", "fp4:group=64", "fp4"], help="in turn")
-    parser.add_argument("--rounds", type=machine.whole, default=9, help="rounds of which the median is taken (9)")
     parser.add_argument(
         "--megabytes", type=machine.whole, default=256, help="of bfloat16 buffers gone through in turn (256)"
     )

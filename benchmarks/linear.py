@@ -67,10 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=machine.whole, nargs="+", default=[1], help=f"1 to {MOST_VECTORS} (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument(
-        "--threads", type=machine.whole, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)"
-    )
-    parser.add_argument("--rounds", type=machine.whole, default=7, help="rounds of which the median is taken (7)")
+    machine.add_turn_options(parser, rounds=7)
     parser.add_argument("--megabytes", type=machine.whole, default=256, help="of weights, more than caches hold (256)")
     machine.add_json_option(parser)
     given = parser.parse_args()

@@ -116,6 +116,14 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
         console.print(note)
 
 
+def add_turn_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The options ``--threads`` and ``--rounds`` of kernels that are measured in turns."""
+    parser.add_argument(
+        "--threads", type=whole, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)"
+    )
+    parser.add_argument("--rounds", type=whole, default=rounds, help=f"rounds of which the median is taken ({rounds})")
+
+
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """The option ``--json FILE``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and figures there too")

@@ -89,10 +89,7 @@ def measure(name: str, tokens: int, rounds: int, clock: Callable[[], float]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=machine.whole, default=8192, help="tokens of the prompt (8192)")
-    parser.add_argument(
-        "--threads", type=machine.whole, nargs="+", default=[1, 2], help="threads, pinned to as many cores (1 2)"
-    )
-    parser.add_argument("--rounds", type=machine.whole, default=7, help="rounds of which the median is taken (7)")
+    machine.add_turn_options(parser, rounds=7)
     machine.add_json_option(parser)
     options = parser.parse_args()
 

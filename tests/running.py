@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +49,17 @@ IN_BLOCKS = {
 
 EVICTING = {name: text for name, text in FULL_WIDTH.items() if name != "full"}
 ROLLING = {name: text for name, text in EVICTING.items() if not name.startswith(("snapkv", "expected"))}
+
+
+@contextlib.contextmanager
+def computing_on(threads: int) -> Iterator[None]:
+    """Torch has so many threads, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def with_budget(name: str, budget: int | float | str) -> str:

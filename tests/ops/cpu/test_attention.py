@@ -17,6 +17,7 @@ from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.errors import CodecError
 from kvwinnow.ops import Slots, Variant
 from kvwinnow.ops.cpu import attention, level
+from tests.running import computing_on
 
 STORED = ["fp32", "bf16", "fp16", "int8", "int8:group=32", "int4", "int4:group=32"]
 STORED += ["fp8", "fp8:group=32", "fp4", "fp4:style=mx"]
@@ -218,13 +219,10 @@ def test_results_do_not_depend_on_the_number_of_threads(each_level: int, spec: s
     keys = stored(spec, (2, 3, 3000, 64), exact=4, keys=True, seed=1)
     q, shift = keys.query(torch.randn(2, 3, 3, 64))
     positions = torch.arange(3000, dtype=torch.int32).expand(2, 3, -1).contiguous()
-    slots, before, found = Slots(keys, keys, positions), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    slots, found = Slots(keys, keys, positions), []
+    for threads in (1, 2, 3):
+        with computing_on(threads):
             found.append(attention.attend(q, shift, slots, Variant(0.125), weigh=True))
-    finally:
-        torch.set_num_threads(before)
     assert found[0] is not None
     for other in found[1:]:
         assert other is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvwinnow import ops
 from kvwinnow.errors import UnsupportedSetupError
 from kvwinnow.ops.cpu import level
+from tests.running import computing_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn)
 
@@ -77,14 +78,10 @@ def test_rows_are_those_of_the_order(each_level: int, case: tuple[Tensor, Tensor
 @pytest.mark.parametrize("width", [64, 60])
 def test_large_copies_pass_by_the_caches(each_level: int, threads: int, width: int) -> None:
     """More than 2 MiB, in pieces of 512 rows and a rest; rows of 240 bytes are copied the plain way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with computing_on(threads):
         source = some((1, 9000, 3, width), torch.float32, 1).transpose(1, 2)
         order = torch.rand(1, 3, 9000, generator=torch.Generator().manual_seed(2)).argsort(-1)[:, :, :4001]
         assert (bits(ops.moved(source, 4010, order)) == expected(source, order, 4010, 0.0)).all()
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("wrong", [-1, 10, 2**40])

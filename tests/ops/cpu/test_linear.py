@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from kvwinnow.ops.cpu import level, linear
 from kvwinnow.ops.cpu.linear import MOST_VECTORS, serves
+from tests.running import computing_on
 
 ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """How far a result is rounded, relative to itself."""
@@ -55,12 +56,8 @@ def test_layers_equal_float64(each_level: int, data: st.DataObject) -> None:
 def test_threads_share_large_matrices(each_level: int, threads: int, dtype: torch.dtype) -> None:
     x = some((2, 256), dtype, 1)
     weights = [some((count, 256), dtype, count) for count in (1037, 5, 640)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with computing_on(threads):
         made = linear.linear(x, weights, [None] * 3)
-    finally:
-        torch.set_num_threads(before)
     for out, weight in zip(made, weights, strict=True):
         assert_near(out, x, weight, None)
 

@@ -19,6 +19,7 @@ from kvwinnow.codecs.vectors import Vectors
 from kvwinnow.ops.cpu import level, quantize
 from kvwinnow.ops.cpu.rotation import rotated
 from kvwinnow.policies import Phase
+from tests.running import computing_on
 
 CODECS = (
     "fp32",
@@ -243,9 +244,7 @@ def test_every_float16_and_sixteen_bits_of_every_bfloat16(each_level: int, codec
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_and_pieces_change_nothing(each_level: int, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with computing_on(threads):
         codec = parse_codec("int4")
         native = empty_slots(codec, codec, (2, 3, 300, 64), 4, torch.bfloat16)
         plain = copy.deepcopy(native)
@@ -254,8 +253,6 @@ def test_threads_and_pieces_change_nothing(each_level: int, threads: int) -> Non
         plain.keys.write_first(k)
         plain.values.write_first(v)
         assert_same(native, plain)
-    finally:
-        torch.set_num_threads(before)
 
 
 @quick

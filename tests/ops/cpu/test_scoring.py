@@ -22,6 +22,7 @@ from kvwinnow.ops.cpu import level, library, scoring, storage
 from kvwinnow.statistics import MASS, WINDOW, Statistics
 from tests.ops.test_attention import holed, store
 from tests.oracle import masked_attention
+from tests.running import computing_on
 
 
 def usable() -> list[str]:
@@ -177,16 +178,11 @@ def test_equal_keys_tie_wherever_they_lie(name: str, dtype: torch.dtype, softcap
 def test_results_do_not_depend_on_threads_batch_or_heads(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inputs = made(dtype=dtype, dim=64, batch=2, kv_heads=2, group=3, queries=90, keys=1300, holes=True)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            with forced(name):
-                lse = inputs.log_sum_exp()
-                found.append((lse, inputs.sums(lse)))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        with computing_on(threads), forced(name):
+            lse = inputs.log_sum_exp()
+            found.append((lse, inputs.sums(lse)))
     for lse, sums in found[1:]:
         assert torch.equal(lse, found[0][0])
         assert torch.equal(sums, found[0][1])

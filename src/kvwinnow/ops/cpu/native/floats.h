@@ -52,7 +52,7 @@ inline uint16_t to_bfloat16(float x) {
 }
 
 inline bool is_float(int32_t kind) { return kind >= FLOAT32 && kind <= FLOAT16; }
-inline int64_t size_of(int32_t kind) { return kind == FLOAT32 ? 4 : 2; }
+constexpr int64_t size_of(int32_t kind) { return kind == FLOAT32 ? 4 : 2; }
 
 inline F16 sixteen(const uint8_t* from, int32_t kind) {
   return kind == FLOAT32 ? load<F16>(from) : kind == BFLOAT16 ? from_bfloat16(from) : from_float16(from);

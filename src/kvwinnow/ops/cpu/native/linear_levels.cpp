@@ -34,7 +34,7 @@ KVW_INLINE void two(const uint8_t* from, F16& a, F16& b) {
 // The sums of R rows, ``gap`` bytes apart, with M vectors: out[m][r].
 template <int KIND, int R, int M>
 KVW_INLINE void sums_of(const uint8_t* weights, int64_t gap, const float* x, int64_t width, float (*out)[STREAMS]) {
-  constexpr int64_t SIZE = KIND == FLOAT32 ? 4 : 2;
+  constexpr int64_t SIZE = size_of(KIND);
   F16 acc[R][M];
   KVW_UNROLL for (int r = 0; r < R; r++) KVW_UNROLL for (int m = 0; m < M; m++) acc[r][m] = F16{};
   for (int64_t k = 0; k < width; k += STEP) {
@@ -57,7 +57,7 @@ KVW_INLINE void sums_of(const uint8_t* weights, int64_t gap, const float* x, int
 template <int KIND, int R>
 void rows(const Linear& call, const Matrix& matrix, int64_t row, int64_t apart, const float* x) {
   const uint8_t* weights = matrix.weights + row * matrix.stride;
-  const int64_t gap = apart * matrix.stride, size = KIND == FLOAT32 ? 4 : 2;
+  const int64_t gap = apart * matrix.stride, size = size_of(KIND);
   for (int64_t m = 0; m < call.vectors;) {
     float made[TOGETHER][STREAMS];
     int64_t count = TOGETHER;
@@ -70,9 +70,8 @@ void rows(const Linear& call, const Matrix& matrix, int64_t row, int64_t apart, 
     for (int64_t i = 0; i < count; i++, m++)
       for (int r = 0; r < R; r++) {
         const int64_t n = row + r * apart;
-        float bias = 0, lanes[LANES];
-        if (matrix.bias) take(matrix.bias + n * size, KIND, 1, lanes), bias = lanes[0];
-        const float y = matrix.bias ? made[i][r] + bias : made[i][r];
+        float y = made[i][r], bias[LANES];
+        if (matrix.bias) take(matrix.bias + n * size, KIND, 1, bias), y += bias[0];
         give(&y, 1, matrix.out + (m * matrix.count + n) * size, KIND);
       }
   }
@@ -82,14 +81,13 @@ template <int KIND>
 void share(const Linear& call, const Matrix& matrix, const float* x, int64_t part, int64_t parts) {
   int64_t row = matrix.count * part / parts;
   const int64_t last = matrix.count * (part + 1) / parts, apart = (last - row) / STREAMS;
-  const int64_t rest = row + apart * STREAMS;
   for (int64_t i = 0; i < apart; i++) rows<KIND, STREAMS>(call, matrix, row + i, apart, x);
-  for (row = rest; row < last; row++) rows<KIND, 1>(call, matrix, row, 1, x);
+  for (row += apart * STREAMS; row < last; row++) rows<KIND, 1>(call, matrix, row, 1, x);
 }
 
 template <int KIND>
 int32_t run(const Linear& call, const Matrix* matrices, float* x) {
-  constexpr int64_t SIZE = KIND == FLOAT32 ? 4 : 2;
+  constexpr int64_t SIZE = size_of(KIND);
   for (int64_t i = 0; i < call.vectors * call.width; i += STEP) {
     F16 a, b;
     two<KIND>(call.x + i * SIZE, a, b);
